@@ -387,7 +387,7 @@ def test_a_server_has_one_lock_by_every_spelling_of_its_address(
     store: Qdrant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one: str, other: str, same: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("nobackfill.adopt.sources.source.LOCK_WAIT", 0.05)
+    monkeypatch.setattr("nobackfill.adopt.sources.source.LOCK_WAIT_SECONDS", 0.05)
     first, second = reversible(store), reversible(store)
     # There is no server here: its lock lies on this machine.
     monkeypatch.setattr(first, "_place", one)

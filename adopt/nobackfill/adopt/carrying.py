@@ -26,7 +26,7 @@ from nobackfill.adopt.sources.source import (
     TargetVectors,
     WarningSource,
     Window,
-    checked,
+    check_rows,
 )
 from nobackfill.errors import BusyError, InvalidInputError, VerificationError, join_few
 from nobackfill.extras import require_extra
@@ -167,7 +167,7 @@ class MapVectorComputer:
                 are not zero.
         """
         del window
-        checked(rows, self._mapping.dims[0], self._name)
+        check_rows(rows, self._mapping.dims[0], self._name)
         if self._mapping.facts.get(OLD_NORM) == "1":
             norms = np.linalg.norm(rows.vectors[rows.vectors.any(1)], axis=1)
             if len(norms) and np.abs(norms - 1).max() > _NORM_TOLERANCE:
@@ -258,7 +258,7 @@ def carry(
         )
     if isinstance(maker, Map):
         # A store of directions gives back every vector with norm 1.
-        mapping = replace(maker, unit=True) if facts.directions else maker
+        mapping = replace(maker, unit=True) if facts.normalises else maker
         maker = MapVectorComputer(mapping, facts.name, directions=facts.metric in (None, "cosine"))
     rows_at_once = maker.window if window is None else window
     # Vectors written after a flip are the writers' own, in some stores also before it.
@@ -354,7 +354,7 @@ def _window(
 
     In the `first` sweep, also check the vectors that earlier runs wrote.
     """
-    rows = checked(place.pending(range_), None, name)
+    rows = check_rows(place.pending(range_), None, name)
     vectors = np.empty((0, 0), np.float32)
     if len(rows):
         rows, vectors = maker.make(rows, range_)
@@ -373,7 +373,7 @@ def _write_first(place: TargetVectors, maker: VectorComputer, name: str) -> int:
     """
     count = 0
     while isinstance(place, ReadableById) and (ids := maker.first_ids()):
-        rows = checked(place.pending_items(ids), None, name)
+        rows = check_rows(place.pending_items(ids), None, name)
         if len(rows):
             rows, vectors = maker.make(rows, Window())
         if not len(rows):

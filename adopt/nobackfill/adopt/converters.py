@@ -21,7 +21,7 @@ from nobackfill.adopt.crossfit import CONVERTER
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.maps import ADAPTED, NEW_MODEL, OLD_MODEL, OLD_NORM, Map, is_unit, load_map
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.sources.source import Facts, fingerprint_of, same_model
+from nobackfill.adopt.sources.source import Facts, check_same_model, first_fingerprint
 from nobackfill.adopt.verdict import Verdict
 from nobackfill.digests import sha256_bytes
 from nobackfill.errors import (
@@ -146,7 +146,7 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
             "with a folder of `nobackfill embed`"
         )
     embedder = open_embedder(model.model, name=model.model_name)
-    same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
+    check_same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
     weights = (
         hash_model_files(weight_files(Path(model.model))) if model.model.endswith(".onnx") else None
     )
@@ -421,8 +421,8 @@ def open_converter(
     else:
         manifest = _fitting(trust, folder, place, old, new)
     name = f"converter {manifest.converter}"
-    same_model(manifest.old.fingerprint, old, f"{name} and the old vectors")
-    same_model(manifest.new.fingerprint, new, f"{name} and the new vectors")
+    check_same_model(manifest.old.fingerprint, old, f"{name} and the old vectors")
+    check_same_model(manifest.new.fingerprint, new, f"{name} and the new vectors")
     facts = {
         OLD_MODEL: manifest.old.fingerprint,
         NEW_MODEL: manifest.new.fingerprint,
@@ -559,14 +559,14 @@ def open_map_for_store(
             "and --release"
         )
     claimed = None if model is None else open_embedder(model).fingerprint
-    same_model(facts.model, claimed, f"{facts.name} and --model")
+    check_same_model(facts.model, claimed, f"{facts.name} and --model")
     if file is not None:
         loaded = load_map(file)
         for known in (facts.model, claimed):
-            same_model(known, loaded.facts.get(OLD_MODEL), f"{facts.name} and {file}")
+            check_same_model(known, loaded.facts.get(OLD_MODEL), f"{facts.name} and {file}")
         return loaded, []
     assert release is not None
-    made_by = fingerprint_of(facts.model, claimed)
+    made_by = first_fingerprint(facts.model, claimed)
     if made_by is None:
         raise IncompatibleSpaceError(
             f"{facts.name}: the store does not name the model that computed its vectors, so it is "

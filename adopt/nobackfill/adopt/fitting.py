@@ -41,8 +41,8 @@ from nobackfill.adopt.sources.source import (
     EmbeddedSource,
     Source,
     Target,
-    fingerprint_of,
-    same_model,
+    check_same_model,
+    first_fingerprint,
 )
 from nobackfill.adopt.verdict import ADAPTER, Cost, Verdict, decide
 from nobackfill.durable import write_file
@@ -172,9 +172,9 @@ def fit_and_judge(
     if queries_old is not None and queries_new is not None:
         old_queries, new_queries = open_source(queries_old), open_source(queries_new)
         query_sources = old_queries, new_queries
-        same_model(new_model, new_queries.facts().model, "--new and --queries-new")
+        check_same_model(new_model, new_queries.facts().model, "--new and --queries-new")
         query_model = old_queries.facts().model
-        same_model(old_model, query_model, "--old and --queries-old")
+        check_same_model(old_model, query_model, "--old and --queries-old")
         for option, source in (("--queries-old", old_queries), ("--queries-new", new_queries)):
             problem = "their model embeds queries in another way, and these were embedded as items"
             advice = "embed them with `nobackfill embed --queries`"
@@ -182,7 +182,7 @@ def fit_and_judge(
         old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
     models = old_model or query_model, new_model
     # Converters name models by fingerprints; the space of a release is none.
-    fingerprints = fingerprint_of(old_model, query_model), fingerprint_of(new_model)
+    fingerprints = first_fingerprint(old_model, query_model), first_fingerprint(new_model)
     converter = _converter(files, fingerprints)
     # All inputs are open: from here on the old store is read, which may take minutes.
     matched = match(old_source, new_source)

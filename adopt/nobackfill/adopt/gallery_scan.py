@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from nobackfill.adopt.judgement import NEIGHBOURS, Figures, PerQuery, Queries, query_item_distances
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW, Pairs
-from nobackfill.adopt.sources.source import Source, checked
+from nobackfill.adopt.sources.source import Source, check_rows
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
 from nobackfill.serving.fusion import (
@@ -861,7 +861,7 @@ def _blocks(
     step = max(1, STEP_DISTANCES // max(len(one.queries.rows) for one in sets))
     name = source.facts().name
     for window in source.windows(WINDOW):
-        rows = checked(source.read(window), dim, name)
+        rows = check_rows(source.read(window), dim, name)
         others = [row for row, one in enumerate(rows.ids) if one not in sampled]
         for first in range(0, len(others), step):
             vectors = rows.vectors[others[first : first + step]]

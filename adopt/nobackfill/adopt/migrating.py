@@ -41,11 +41,11 @@ from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
 from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_items
 from nobackfill.adopt.sources.source import (
-    MOST_NAME,
+    LONGEST_NAME_BYTES,
     Flippable,
     Reversible,
     Target,
-    name_before,
+    old_name_after_flip,
 )
 from nobackfill.adopt.verdict import ADAPTER
 from nobackfill.errors import (
@@ -282,11 +282,11 @@ class Migration:
                 state="deciding",
                 flip_before=source.flip_mark() or "",
             )
-            if len((plan.to + _MAPPED).encode()) > MOST_NAME:
+            if len((plan.to + _MAPPED).encode()) > LONGEST_NAME_BYTES:
                 raise InvalidInputError(
                     f"{name}: expected a name of at most "
-                    f"{MOST_NAME - len('_new' + _MAPPED)} bytes, as those of the new vectors add "
-                    f"'_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
+                    f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, as those of the new "
+                    f"vectors add '_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
                 )
             if former is not None and former.count != plan.count:
                 (self._sample).unlink(missing_ok=True)
@@ -598,7 +598,7 @@ class Migration:
         plan = self.plan()
         name = plan.to.removesuffix("_new")
         if self._source(plan).renames:
-            return name, name_before(name)
+            return name, old_name_after_flip(name)
         return plan.to, name
 
     def pause(self) -> None:

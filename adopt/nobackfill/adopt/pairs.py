@@ -17,8 +17,8 @@ from nobackfill.adopt.sources.source import (
     Rows,
     SearchMetric,
     Source,
-    checked,
-    repeated,
+    check_rows,
+    repeated_ids,
 )
 from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.metrics.distances import Metric
@@ -100,7 +100,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
     vectors: list[Vectors] = []
     dim = None
     for window in source.windows(WINDOW):
-        rows = checked(source.read(window), dim, where)
+        rows = check_rows(source.read(window), dim, where)
         if not len(rows):
             continue
         dim = rows.vectors.shape[1]
@@ -350,7 +350,7 @@ def _random_items(
     vectors = np.empty((0, 0), np.float32)
     query_items, total = set[str](), 0
     for window in source.windows(WINDOW):
-        rows = checked(source.read(window), vectors.shape[1] if total else None, where)
+        rows = check_rows(source.read(window), vectors.shape[1] if total else None, where)
         if not len(rows):
             continue
         if not total:
@@ -381,7 +381,7 @@ def _draw_from_clusters(source: Source, random: Rows, count: int, seed: int) -> 
     choices: list[dict[int, tuple[int, str]]] = [{} for _ in centres]
     sizes, number = np.zeros(len(centres), np.int64), 0
     for window in source.windows(WINDOW):
-        rows = checked(source.read(window), centres.shape[1], where)
+        rows = check_rows(source.read(window), centres.shape[1], where)
         if not len(rows):
             continue
         cluster = _nearest(rows.vectors, centres)
@@ -406,7 +406,7 @@ def _draw_from_clusters(source: Source, random: Rows, count: int, seed: int) -> 
 
 
 def _refuse_repeated(ids: Sequence[str], where: str) -> None:
-    if twice := repeated(ids):
+    if twice := repeated_ids(ids):
         raise InvalidInputError(
             f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once; "
             "remove the duplicates"

@@ -27,15 +27,15 @@ from nobackfill import processes
 from nobackfill.adopt.sources.copied import OF, Collection, Record
 from nobackfill.adopt.sources.flipping import FlippingCopy, FlippingSource
 from nobackfill.adopt.sources.source import (
-    STATUSES,
+    HTTP_STATUS_ERRORS,
     Facts,
     SearchMetric,
     Target,
     Window,
     lock_by_address,
-    metric_of,
-    name_before,
-    server_address,
+    old_name_after_flip,
+    parse_server_address,
+    parse_store_metric,
 )
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -49,7 +49,7 @@ from nobackfill.vectors import Vectors
 KEY = "NOBACKFILL_CHROMA_TOKEN"
 _DEFAULT = ("default_tenant", "default_database")
 _SECONDS = 60.0
-_STATUSES = STATUSES | {409: AlreadyExistsError}
+_STATUSES = HTTP_STATUS_ERRORS | {409: AlreadyExistsError}
 
 
 class ChromaServer:
@@ -72,7 +72,7 @@ class ChromaServer:
                 "chroma: expected https://HOST:PORT, got a folder; start its server with `chroma "
                 f"run --path {place}`, then name chroma:http://localhost:8000#COLLECTION"
             )
-        parts = server_address(place, "chroma", KEY)
+        parts = parse_server_address(place, "chroma", KEY)
         names = [name for name in parts.path.split("/") if name]
         if len(names) not in (0, 2):
             raise InvalidInputError(
@@ -324,7 +324,7 @@ class ChromaStore:
 
     def __init__(self, place: str, name: str) -> None:
         self._server = ChromaServer(place)
-        self._name, self.before = name, name_before(name)
+        self._name, self.before = name, old_name_after_flip(name)
 
     def open_collection(self, name: str) -> "ChromaCollection":
         """Open a collection by its name, or a copy by its first name.
@@ -856,7 +856,7 @@ class ChromaCollection:
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
         columns = tuple(some[0].values) if some else ()
-        metric = metric_of(space, _METRICS, self.name)
+        metric = parse_store_metric(space, _METRICS, self.name)
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:

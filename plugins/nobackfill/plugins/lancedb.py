@@ -26,8 +26,8 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     lock_by_file,
-    metric_of,
-    name_before,
+    old_name_after_flip,
+    parse_store_metric,
 )
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -229,7 +229,7 @@ class LanceSource:
                 f"{self._name}.{self.vector}: expected indexes of one metric, found "
                 f"{join_few(sorted(metrics))}; drop those that no query uses"
             )
-        return metric_of(next(iter(metrics), ""), _METRICS, self._name)
+        return parse_store_metric(next(iter(metrics), ""), _METRICS, self._name)
 
     def count(self) -> int:
         """Count the rows that have an old vector.
@@ -513,7 +513,7 @@ class LanceSource:
         schema, sentences = self.schema, []
         if self._flipped(target, schema):
             return []
-        before = name_before(self.vector)
+        before = old_name_after_flip(self.vector)
         if before in schema.names:
             sentences.append(f"column {before!r} is left of an earlier flip: drop it first")
         with _translate_errors(self._name):
@@ -535,7 +535,7 @@ class LanceSource:
         """Tell whether a flip gave the target's name to vectors of its map."""
         mark = _mark(schema, target.name) if target.name in schema.names else {}
         return (
-            self.vector == name_before(target.name)
+            self.vector == old_name_after_flip(target.name)
             and mark.get("map") == target.mark
             and mark.get("to") != target.name
         )
@@ -668,7 +668,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        old_exists = name_before(self.vector) in self.schema.names
+        old_exists = old_name_after_flip(self.vector) in self.schema.names
         if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
@@ -695,7 +695,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        old = name_before(self.vector)
+        old = old_name_after_flip(self.vector)
         schema = self.schema
         made = _mark(schema, self.vector).get("to")
         if old not in schema.names or made is None:
@@ -735,7 +735,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        schema, old = self.schema, name_before(self.vector)
+        schema, old = self.schema, old_name_after_flip(self.vector)
         if old not in schema.names:
             raise NotFoundError(
                 f"table {self._name}: no column {old!r}, so that there are no old vectors to drop"
@@ -942,7 +942,7 @@ class NewLanceColumn:
         """
         yield
         source, vector, new = self._source, self._source.vector, self._target.name
-        before, table = name_before(vector), source.table
+        before, table = old_name_after_flip(vector), source.table
         with _translate_errors(self._name):
             version = table.version
         self._refuse_pending(vector, new)
@@ -1005,7 +1005,7 @@ class NewLanceColumn:
             *building,
             "switch the queries to the new model; in the same moment either `carry` with --flip, "
             "or stop the writers, carry once more, and run:",
-            f"table.alter_columns({{'path': {vector!r}, 'rename': {name_before(vector)!r}, "
+            f"table.alter_columns({{'path': {vector!r}, 'rename': {old_name_after_flip(vector)!r}, "
             f"'nullable': True}}, {{'path': {new!r}, 'rename': {vector!r}}})",
         ]
 

@@ -30,17 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.adopt.sources.source import (
-    STATUSES,
+    HTTP_STATUS_ERRORS,
     ColumnValues,
     Facts,
     Rows,
     SearchMetric,
     Target,
     Window,
-    even,
     lock_by_address,
-    metric_of,
-    server_address,
+    parse_server_address,
+    parse_store_metric,
+    stack_vectors,
 )
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -139,7 +139,7 @@ def open_client(place: str) -> QdrantClient:
                 "the address https://HOST:PORT of a server; correct SOURCE"
             )
         return _folder(Path(place).resolve())
-    server_address(place, "qdrant", KEY)
+    parse_server_address(place, "qdrant", KEY)
     key = os.environ.get(KEY)
     # The client's own version check would call the server at once, and print warnings.
     return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
@@ -211,7 +211,7 @@ def translated_errors(name: str) -> Iterator[None]:
             "the permissions, and run the command again"
         ) from error
     except UnexpectedResponse as error:
-        ours = STATUSES.get(error.status_code or 0, InvalidInputError)
+        ours = HTTP_STATUS_ERRORS.get(error.status_code or 0, InvalidInputError)
         raise ours(
             f"collection {name}: the Qdrant server answers with the HTTP status "
             f"{error.status_code}: {error.content[:200]!r}"
@@ -341,9 +341,9 @@ class QdrantSource:
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
         """
-        metric = metric_of(self._params.distance.value, _METRICS, self._name)
+        metric = parse_store_metric(self._params.distance.value, _METRICS, self._name)
         name, size = f"{self._name}#{self.vector}", self._params.size
-        return Facts(name, size, metric, self._model, directions=metric == "cosine")
+        return Facts(name, size, metric, self._model, normalises=metric == "cosine")
 
     def count(self) -> int:
         """Count the points that have the vector.
@@ -991,7 +991,7 @@ class QdrantSource:
         )
         pairs = [(key, value) for key, value in values if value is not None]
         ids = [str(key) for key, _ in pairs]
-        vectors = even([value for _, value in pairs], ids, self._name)
+        vectors = stack_vectors([value for _, value in pairs], ids, self._name)
         if self._params.distance == models.Distance.COSINE:
             # A server stores normalised vectors; a folder may not, after it is opened again.
             vectors = normalise(vectors)
@@ -1134,7 +1134,7 @@ class NewNamedVectors:
         texts: dict[str, str],
     ) -> None:
         """Write notes of points; nothing after `drop_old`, which no note outlives."""
-        unit = self._source.facts().directions
+        unit = self._source.facts().normalises
         points = [
             models.PointStruct(
                 id=keys[name],

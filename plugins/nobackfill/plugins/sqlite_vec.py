@@ -30,9 +30,9 @@ from nobackfill.adopt.sources.source import (
     SearchMetric,
     Target,
     Window,
-    even,
     lock_by_file,
-    name_before,
+    old_name_after_flip,
+    stack_vectors,
 )
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -861,7 +861,7 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        before = name_before(self._table.name)
+        before = old_name_after_flip(self._table.name)
         if before in self._database.tables():
             return [f"table {before!r} of an earlier flip still exists: drop it first"]
         return []
@@ -1035,7 +1035,7 @@ class SqliteVecSource:
         return "flipped" if old_exists else "finished"
 
     def _before(self) -> str:
-        return name_before(self._table.name)
+        return old_name_after_flip(self._table.name)
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones, in one transaction.
@@ -1290,7 +1290,7 @@ class NewVecTable:
             ConfigurationError: The file is read-only.
         """
         name, new = self._source.name, self._copy.name
-        before, database = name_before(self._source.name), self._database
+        before, database = old_name_after_flip(self._source.name), self._database
         with database.transaction():
             yield
             if self._pending:
@@ -1308,7 +1308,9 @@ class NewVecTable:
             ours = [key for key in _all_keys(self._copy) if key not in noted]
             for page in _pages(self._copy.places_of(ours)):
                 rows = self._copy.rows(page)
-                vectors = even([row.vector for row in rows], [str(row.key) for row in rows], name)
+                vectors = stack_vectors(
+                    [row.vector for row in rows], [str(row.key) for row in rows], name
+                )
                 self._note(rows, vectors, [""] * len(rows))
             facts = database.facts(new)
             database.note(before, database.facts(name))
@@ -1378,7 +1380,7 @@ def _pages(places: Sequence[int]) -> Iterator[Sequence[int]]:
 
 def _rows(rows: Sequence[VecRow], where: str) -> Rows:
     ids = [str(row.key) for row in rows]
-    return Rows(ids, even([row.vector for row in rows], ids, where), list(rows))
+    return Rows(ids, stack_vectors([row.vector for row in rows], ids, where), list(rows))
 
 
 def _column(definition: str, table: str) -> VecColumn:

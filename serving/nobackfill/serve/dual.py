@@ -20,7 +20,7 @@ from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.joining import load_rank_fusion
 from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_adapter, load_map
 from nobackfill.adopt.pairs import judged_by
-from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
+from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, check_same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve.reembedding import SourceReembedding, item_versions
 from nobackfill.serving.fusion import (
@@ -174,7 +174,7 @@ class Dual:
                 file stays open.
         """
         new_map = load_map(mapping)
-        same_model(
+        check_same_model(
             new_map.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder"
         )
         if embedder.reads.startswith(QUERIES):
@@ -433,7 +433,9 @@ class AdapterSearch:
             BusyError: others hold the store, or its server has too many requests.
         """
         facts = source.facts()
-        same_model(adapter.facts.get(OLD_MODEL), facts.model, f"the query adapter and {facts.name}")
+        check_same_model(
+            adapter.facts.get(OLD_MODEL), facts.model, f"the query adapter and {facts.name}"
+        )
         returned = adapter.dims[1]
         if adapter.direction != "new to old" or facts.dim not in (None, returned):
             raise IncompatibleSpaceError(

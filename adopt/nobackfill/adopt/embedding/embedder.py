@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import QUERIES, even
+from nobackfill.adopt.sources.source import QUERIES, stack_vectors
 from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import (
     InvalidInputError,
@@ -267,7 +267,7 @@ class PythonFunction:
                     f"{self._name}: expected the function to return {len(items)} vectors, one for "
                     f"each item, got {len(rows)}; correct the function"
                 )
-            vectors = even(rows, [str(item) for item in items], self._name)
+            vectors = stack_vectors(rows, [str(item) for item in items], self._name)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
                 f"{self._name}: expected the function to return numbers [n, dim], one vector for "

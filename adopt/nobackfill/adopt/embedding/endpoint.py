@@ -13,7 +13,7 @@ from typing import Any
 import urllib3
 from pydantic import BaseModel, Field, ValidationError
 
-from nobackfill.adopt.sources.source import even
+from nobackfill.adopt.sources.source import stack_vectors
 from nobackfill.errors import (
     BusyError,
     ConfigurationError,
@@ -172,7 +172,7 @@ class Endpoint:
             {"model": self._model, "input": texts, **self._settings}, patient=patient
         )
         ordered = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
-        vectors = even(ordered, [str(n) for n in range(len(texts))], self._name)
+        vectors = stack_vectors(ordered, [str(n) for n in range(len(texts))], self._name)
         if self._dim is not None and vectors.shape[1] != self._dim:
             source = "as declared" if self._settings else "as before"
             raise InvalidInputError(

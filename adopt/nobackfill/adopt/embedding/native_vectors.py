@@ -28,7 +28,7 @@ from nobackfill.adopt.sources.source import (
     Source,
     Target,
     Window,
-    same_model,
+    check_same_model,
 )
 from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
@@ -338,7 +338,7 @@ class NativeVectorComputer:
                 "expected --with MODEL or --vectors FOLDER, from which the new vectors come, got "
                 "neither"
             )
-        same_model(models[0], models[-1], "--with and --vectors")
+        check_same_model(models[0], models[-1], "--with and --vectors")
         if embedder is not None and embedder.kind not in (None, contents.kind):
             raise InvalidInputError(
                 f"the model of --with reads {embedder.kind}s, but the items are {contents.kind}s; "
@@ -584,7 +584,7 @@ def open_native_vectors(
         embedder=embedder,
         folder=stored,
         natives=known,
-        directions=facts.directions,
+        directions=facts.normalises,
         pause=pause,
     )
 

@@ -24,7 +24,7 @@ from nobackfill.adopt.sources.parquet import (
     read_table,
     table_bytes,
 )
-from nobackfill.adopt.sources.source import Searchable, Source, repeated
+from nobackfill.adopt.sources.source import Searchable, Source, repeated_ids
 from nobackfill.durable import make_dir, remove_temporary_files, write_file
 from nobackfill.errors import (
     IncompatibleSpaceError,
@@ -166,7 +166,7 @@ def _wanted(
     only: Collection[str] | None,
     address: str,
 ) -> ItemList:
-    if twice := repeated(ids):
+    if twice := repeated_ids(ids):
         raise InvalidInputError(
             f"{address}: expected each id once, got {twice[0]!r} again; remove one of the items"
         )

@@ -22,10 +22,10 @@ from nobackfill.adopt.sources.source import (
     Target,
     TargetVectors,
     Window,
-    file_name,
+    check_file_name,
     permissions_of,
     read_mark,
-    text_of,
+    value_as_text,
 )
 from nobackfill.durable import (
     append_bytes,
@@ -140,7 +140,7 @@ class ArraySource:
         """
         rows = slice(window.lower, window.upper)
         # A map of its own for each window: one for all would hold every page that was read.
-        ids = list(map(text_of, _array(self._folder / _IDS)[rows].tolist()))
+        ids = list(map(value_as_text, _array(self._folder / _IDS)[rows].tolist()))
         return Rows(ids, np.array(_array(self.path)[rows], np.float32))
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -167,7 +167,7 @@ class ArraySource:
                 f"{len(array)}; write the array again with a value for each row"
             )
         values = array[window.lower : window.upper]
-        return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))
+        return ColumnValues(self.read(window).ids, list(map(value_as_text, values.tolist())))
 
     def open_target(self, target: Target) -> "NewArray":
         """Create the folder of parts for new vectors, or open that of an earlier run of this map.
@@ -204,7 +204,7 @@ class ArraySource:
             InvalidInputError: There are none, or they are not complete. The name is no plain file
                 name, or its file cannot be read.
         """
-        return ArraySource(self._folder, file_name(name))
+        return ArraySource(self._folder, check_file_name(name))
 
     def rollback(self, name: str) -> bool:
         """Delete the array, the parts and the record of new vectors.
@@ -227,7 +227,7 @@ class ArraySource:
         return True
 
     def _parts(self, name: str) -> Path:
-        return self._folder / f".{file_name(name)}.parts"
+        return self._folder / f".{check_file_name(name)}.parts"
 
 
 class NewArray:

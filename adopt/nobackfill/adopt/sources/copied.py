@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.sources.source import ColumnValues, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import ColumnValues, Facts, Rows, Target, Window, stack_vectors
 from nobackfill.errors import AlreadyExistsError
 from nobackfill.vectors import Vectors
 
@@ -643,7 +643,7 @@ def rows_of(records: Sequence[Record], where: str) -> Rows:
         InvalidInputError: The vectors have several dimensions, or an item has no vector.
     """
     ids = [str(one.key) for one in records]
-    vectors = even([one.vector for one in records], ids, where)
+    vectors = stack_vectors([one.vector for one in records], ids, where)
     return Rows(ids, vectors, list(records), [one.digest for one in records])
 
 

@@ -25,11 +25,11 @@ from nobackfill.adopt.sources.source import (
     Rows,
     Target,
     Window,
-    file_name,
+    check_file_name,
+    check_same_model,
     permissions_of,
     read_mark,
-    same_model,
-    text_of,
+    value_as_text,
 )
 from nobackfill.durable import make_dir, remove_temporary_files, remove_tree, write_file
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, join_few
@@ -181,7 +181,9 @@ class ParquetSource:
         for file in self._files:
             opened = _opened(file)
             first = self._files[0].name
-            same_model(_model(self._schema), _model(opened.schema_arrow), f"{first} and {file}")
+            check_same_model(
+                _model(self._schema), _model(opened.schema_arrow), f"{first} and {file}"
+            )
             for group in range(opened.num_row_groups):
                 yield Window(self._name(file), group)
 
@@ -212,7 +214,9 @@ class ParquetSource:
                 f"{join_few(self._schema.names)}; correct the name"
             )
         table = self._table(window, name).drop_null()
-        return ColumnValues(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
+        return ColumnValues(
+            _ids(table, self._key), list(map(value_as_text, table[name].to_pylist()))
+        )
 
     def _table(self, window: Window, column: str) -> Any:
         file = self.file(window)
@@ -334,8 +338,8 @@ class ParquetSource:
     def _folder(self, name: str) -> Path:
         # Readers of a folder of Parquet files skip names with an underscore.
         if self._path.is_dir():
-            return self._path / f"_{file_name(name)}"
-        short = self._inside / f"_{self._path.stem}.{file_name(name)}"
+            return self._path / f"_{check_file_name(name)}"
+        short = self._inside / f"_{self._path.stem}.{check_file_name(name)}"
         if self._path.suffix == _SUFFIX:
             return short
         # Before November 2026 all files of one stem shared this folder.
@@ -593,7 +597,7 @@ def _is_vector(kind: Any) -> bool:
 
 
 def _ids(table: Any, key: str) -> list[str]:
-    return list(map(text_of, table[key].to_pylist()))
+    return list(map(value_as_text, table[key].to_pylist()))
 
 
 def _take(rows: Rows, places: list[int]) -> Rows:

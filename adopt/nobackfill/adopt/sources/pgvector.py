@@ -12,11 +12,11 @@ from typing import Literal, LiteralString
 
 import numpy as np
 
-from nobackfill.adopt.sources.postgres_rows import parsed
+from nobackfill.adopt.sources.postgres_rows import decode_vector_rows
 from nobackfill.adopt.sources.source import (
-    LOCK_WAIT,
-    MOST_NAME,
-    OTHER_MIGRATION,
+    LOCK_WAIT_SECONDS,
+    LONGEST_NAME_BYTES,
+    OTHER_MIGRATION_MESSAGE,
     ColumnValues,
     Facts,
     Rows,
@@ -24,8 +24,8 @@ from nobackfill.adopt.sources.source import (
     Target,
     TargetVectors,
     Window,
-    even,
-    name_before,
+    old_name_after_flip,
+    stack_vectors,
 )
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, join_few
 from nobackfill.extras import require_extra
@@ -36,18 +36,22 @@ with require_extra("adopt"):
 
     from nobackfill.adopt.sources import pgvector_target
     from nobackfill.adopt.sources.pgvector_target import (
-        METRICS,
+        METRIC_BY_OPERATOR_CLASS,
         PgvectorColumn,
         PgvectorTable,
         column_obstacles,
         table_obstacles,
     )
-    from nobackfill.adopt.sources.postgres_dependents import column_properties, moves, one_line
+    from nobackfill.adopt.sources.postgres_dependents import (
+        column_properties,
+        dependent_moves,
+        to_one_line,
+    )
     from nobackfill.adopt.sources.postgres_table import (
         Changes,
         SourceTable,
         Triggers,
-        note,
+        comment_with_facts,
         stale_sentence,
     )
 
@@ -118,7 +122,7 @@ class PgvectorSource:
         if vector is None:
             # New vectors, and the old ones of a flip, are a choice only by their name.
             facts = {name: self._table.comment_facts(name) for name in vectors}
-            before = {name_before(name) for name in vectors if "carried" in facts[name]}
+            before = {old_name_after_flip(name) for name in vectors if "carried" in facts[name]}
             vectors = [
                 name for name in vectors if "nobackfill" not in facts[name] and name not in before
             ]
@@ -179,7 +183,9 @@ class PgvectorSource:
         names = [name for name, _ in self._table.indexes(self.vector)]
         # Without an index of the same rows, that of others tells how the vectors are searched.
         names = names or [name for name, _, _ in self._table.every_index(self.vector)]
-        metrics = {METRICS[name] for name in names if name in METRICS}
+        metrics = {
+            METRIC_BY_OPERATOR_CLASS[name] for name in names if name in METRIC_BY_OPERATOR_CLASS
+        }
         if len(metrics) > 1:
             what_next = "drop those that no query uses"
             if self._table.where is not None:
@@ -191,7 +197,7 @@ class PgvectorSource:
         return next(iter(metrics), None)
 
     @cached_property
-    def halves(self) -> bool:
+    def uses_halfvec(self) -> bool:
         """Tell whether the old column, or an index of it, has the type halfvec. It is read once.
 
         With a condition of the rows, indexes with another condition do not count.
@@ -249,7 +255,7 @@ class PgvectorSource:
         self._table.every_row_is_seen()
         lower: object = None
         while True:
-            last = self._table.one(
+            last = self._table.query_one(
                 "SELECT {key} FROM {table} t WHERE {above} AND {chosen} "
                 "ORDER BY {key} OFFSET {skipped} LIMIT 1",
                 above=self._table.window_condition(Window(lower), "t"),
@@ -290,7 +296,7 @@ class PgvectorSource:
                 f"{self._table.name}: this table has no column {name!r}; its columns are "
                 f"{join_few(self._table.columns)}"
             )
-        found = self._table.all(
+        found = self._table.query_all(
             "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {chosen} "
             "AND {within} ORDER BY t.{key}",
             name=sql.Identifier(name),
@@ -322,7 +328,7 @@ class PgvectorSource:
                 to read, it is NotPermittedError.
         """
         column, of = new_name or self.vector, None
-        if column.startswith(pgvector_target.PREFIX):
+        if column.startswith(pgvector_target.TABLE_PREFIX):
             of = pgvector_target.table_names(self._table, self.vector, column)["new_table"]
             column = self.vector
         elif column not in self._table.columns:
@@ -332,12 +338,12 @@ class PgvectorSource:
             )
         kind, expression = self._searched(column, of)
         # A table of new vectors holds no rows but those of the condition.
-        found = self._table.searched(
+        found = self._table.query_after_setting(
             "SELECT {key}::text FROM {relation} t WHERE {column} IS NOT NULL AND {which} "
             "ORDER BY {expression} {sign} {value}::{kind} LIMIT {count}",
             self._search_settings,
-            relation=of or self._table.composed("{table}"),
-            which=self._table.composed("{chosen}" if of is None else "true"),
+            relation=of or self._table.compose("{table}"),
+            which=self._table.compose("{chosen}" if of is None else "true"),
             column=sql.Identifier(column),
             expression=expression,
             sign=self._table.operator(_SIGNS[self.metric or "cosine"]),
@@ -353,7 +359,7 @@ class PgvectorSource:
         """The settings of a search. An index that has rows of other conditions would find too few
         hits: from 0.8 on, pgvector then reads on."""
         settings: LiteralString = "SET LOCAL hnsw.ef_search = {candidates}"
-        if self._table.where is None or not self._table.one(
+        if self._table.where is None or not self._table.query_one(
             "SELECT string_to_array(extversion, '.')::int[] >= '{{0,8}}' "
             "FROM pg_extension WHERE extname = 'vector'"
         ):
@@ -366,7 +372,9 @@ class PgvectorSource:
         if place not in self._expressions:
             metric = self.metric or "cosine"
             found = [
-                one for one in self._table.indexes(column, of) if METRICS.get(one[0]) == metric
+                one
+                for one in self._table.indexes(column, of)
+                if METRIC_BY_OPERATOR_CLASS.get(one[0]) == metric
             ]
             kind, expression = self._table.kind(self.vector), sql.Identifier(column).as_string()
             if found:
@@ -390,7 +398,7 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        found = self._table.searched(
+        found = self._table.query_after_setting(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
             "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
             column=sql.Identifier(self.vector),
@@ -399,7 +407,7 @@ class PgvectorSource:
         )
         vectors = [np.frombuffer(value[4:], ">f4") for _, value in found]
         names = [name for name, _ in found]
-        return Rows(names, even(vectors, names, self._table.name))
+        return Rows(names, stack_vectors(vectors, names, self._table.name))
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column of rows as text, by key; rows where it is NULL are left out.
@@ -418,7 +426,7 @@ class PgvectorSource:
                 f"{self._table.name}: this table has no column {column!r}; its columns are "
                 f"{join_few(self._table.columns)}"
             )
-        found = self._table.searched(
+        found = self._table.query_after_setting(
             "SELECT {key}::text, {column}::text FROM {table} t "
             "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
             column=sql.Identifier(column),
@@ -440,12 +448,14 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        triggers = [] if to.startswith(pgvector_target.PREFIX) else self._table.on_update()
+        triggers = (
+            [] if to.startswith(pgvector_target.TABLE_PREFIX) else self._table.update_triggers()
+        )
         if not triggers:
             return []
         return [
             f"{self._table.name}: writing {to} updates every row, which fires the triggers "
-            f"{', '.join(triggers)}; --to {pgvector_target.PREFIX}NAME updates no row"
+            f"{', '.join(triggers)}; --to {pgvector_target.TABLE_PREFIX}NAME updates no row"
         ]
 
     def obstacles(self, target: Target) -> list[str]:
@@ -458,7 +468,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        if target.name.startswith(pgvector_target.PREFIX):
+        if target.name.startswith(pgvector_target.TABLE_PREFIX):
             return table_obstacles(self._table)
         if self._flipped(target):
             return []
@@ -468,7 +478,7 @@ class PgvectorSource:
         """Tell whether a flip gave the target's name to vectors of its map."""
         name = target.name
         return (
-            self.vector == name_before(name)
+            self.vector == old_name_after_flip(name)
             and self._table.comment_facts(name).get("carried") == target.mark
         )
 
@@ -490,19 +500,19 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         self._table.every_row_is_seen()
-        name = target.name.removeprefix(pgvector_target.PREFIX)
-        if len(name.encode("utf-8", "surrogateescape")) > MOST_NAME:
+        name = target.name.removeprefix(pgvector_target.TABLE_PREFIX)
+        if len(name.encode("utf-8", "surrogateescape")) > LONGEST_NAME_BYTES:
             raise InvalidInputError(
-                f"--to: expected at most {MOST_NAME} bytes, which is what PostgreSQL keeps of a "
-                f"name, got {name!r}; choose a shorter one"
+                f"--to: expected at most {LONGEST_NAME_BYTES} bytes, which is what PostgreSQL "
+                f"keeps of a name, got {name!r}; choose a shorter one"
             )
         if name != target.name:
-            names, digest = pgvector_target.make_table(self._table, self.vector, target)
+            names, digest = pgvector_target.create_or_find_table(self._table, self.vector, target)
             place_in_table = PgvectorTable(self, self._table, target, names, digest)
             place_in_table.drop_unfinished_indexes()
             return place_in_table
-        with self._table.changing() as changes:
-            made = self._table.mark(target.name)
+        with self._table.open_changes() as changes:
+            made = self._table.read_mark(target.name)
             triggers = self._table.triggers(self._names(target.name)["function"])
             # Also a column that was added since the table was opened.
             there = made is not None or target.name in self._table.columns
@@ -517,7 +527,7 @@ class PgvectorSource:
                 names = self._names(target.name)
                 dim = sql.SQL(str(int(target.dim)))
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
-                mark = note(nobackfill=target.mark, model=target.model)
+                mark = comment_with_facts(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
                 dims = self._table.dim(self.vector), target.dim
                 here = self._table.text("{here}")
@@ -556,7 +566,9 @@ class PgvectorSource:
         if noted != digest:
             changes.run(
                 "COMMENT ON COLUMN {table}.{new} IS {mark}",
-                mark=note(nobackfill=target.mark, model=target.model, triggers=digest),
+                mark=comment_with_facts(
+                    nobackfill=target.mark, model=target.model, triggers=digest
+                ),
                 **self._names(target.name),
             )
 
@@ -569,9 +581,11 @@ class PgvectorSource:
         if set(triggers.states + triggers.partition_states) != {"A"}:
             return None
         facts = self._table.comment_facts(column) | {"triggers": str(triggers.digest)}
-        comment = note(self._table.comment(column), **facts)
+        comment = comment_with_facts(self._table.comment(column), **facts)
         names = {"column": sql.Identifier(column), "comment": comment}
-        return one_line(self._table.text("COMMENT ON COLUMN {here}.{column} IS {comment}", **names))
+        return to_one_line(
+            self._table.text("COMMENT ON COLUMN {here}.{column} IS {comment}", **names)
+        )
 
     def watch(self, changes: Changes, target: Target) -> str | None:
         """Make or mend the triggers that clear a new vector whose old one, or whose content,
@@ -603,9 +617,9 @@ class PgvectorSource:
             triggers[name] = _BEFORE
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
-        changes.forget_watchers(**names)
+        changes.drop_other_triggers(**names)
         content = table.changed_text(target.content)
-        return changes.watch(body, triggers, content=content, **names)
+        return changes.create_triggers(body, triggers, content=content, **names)
 
     def rollback(self, name: str) -> bool:
         """Remove the column or the table of new vectors, with its triggers and indexes.
@@ -622,13 +636,13 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
-        if name.startswith(pgvector_target.PREFIX):
+        if name.startswith(pgvector_target.TABLE_PREFIX):
             return pgvector_target.remove_table(self._table, self.vector, name)
         names = self._names(name)
-        with self._table.changing() as changes:
-            if self._table.mark(name) is None:
+        with self._table.open_changes() as changes:
+            if self._table.read_mark(name) is None:
                 return False
-            changes.forget_watchers(**names)
+            changes.drop_other_triggers(**names)
             changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
         return True
@@ -646,10 +660,10 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         said = self._table.comment_facts(self.vector) | {"model": model}
-        with self._table.changing() as changes:
+        with self._table.open_changes() as changes:
             changes.run(
                 "COMMENT ON COLUMN {table}.{old} IS {said}",
-                said=note(self._table.comment(self.vector), **said),
+                said=comment_with_facts(self._table.comment(self.vector), **said),
                 old=sql.Identifier(self.vector),
             )
 
@@ -665,7 +679,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user of the lock's own connection.
         """
-        return self._table.lock("migrate", OTHER_MIGRATION, wait=LOCK_WAIT)
+        return self._table.lock("migrate", OTHER_MIGRATION_MESSAGE, wait=LOCK_WAIT_SECONDS)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of new vectors, from their column's comment (see `Target`).
@@ -677,7 +691,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        return self._table.mark(column)
+        return self._table.read_mark(column)
 
     def flip_mark(self) -> str | None:
         """Return the digest of the transform that computed the vectors, from the column's comment.
@@ -703,7 +717,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        kept = name_before(self.vector) in self._table.columns
+        kept = old_name_after_flip(self.vector) in self._table.columns
         if self.flip_mark() != mark:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
@@ -712,7 +726,7 @@ class PgvectorSource:
         """Give the old vectors their name back and drop the new ones, in one transaction that locks
         the table. Objects that depend on the new vectors move to the old ones.
 
-        `metric` and `halves` keep what this object has read before.
+        `metric` and `uses_halfvec` keep what this object has read before.
 
         Args:
             to: The name that the new vectors had before the flip.
@@ -732,7 +746,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
-        table, old = self._table, name_before(self.vector)
+        table, old = self._table, old_name_after_flip(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
             raise NotFoundError(
@@ -754,7 +768,9 @@ class PgvectorSource:
             )
 
         def steps() -> list[str]:
-            moved = moves(table, self.vector, (table.dim(self.vector), table.dim(old) or 0))
+            moved = dependent_moves(
+                table, self.vector, (table.dim(self.vector), table.dim(old) or 0)
+            )
             if moved.immovable:
                 raise InvalidInputError(
                     f"{table.name}: these depend on the new vectors and cannot be moved: "
@@ -771,14 +787,14 @@ class PgvectorSource:
                 table.text("ALTER TABLE {table} DROP COLUMN {name}", **names),
             ]
 
-        demanded = table.one(
+        demanded = table.query_one(
             "SELECT attnotnull FROM pg_attribute WHERE attrelid = {oid} AND attname = {column}",
             oid=table.oid,
             column=self.vector,
         )
-        with table.flipping(steps):
+        with table.run_flip(steps):
             lost = int(
-                table.one(
+                table.query_one(
                     "SELECT count(*) FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL",
                     **names,
                 )
@@ -808,13 +824,13 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
-        old = name_before(self.vector)
+        old = old_name_after_flip(self.vector)
         if old not in self._table.columns:
             raise NotFoundError(
                 f"{self._table.name}: this table has no column {old!r}, so there are no old "
                 "vectors to drop"
             )
-        with self._table.changing() as changes:
+        with self._table.open_changes() as changes:
             names = self._names(old)
             changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
@@ -845,7 +861,7 @@ class PgvectorSource:
         if column not in self._table.columns:
             return 0
         return int(
-            self._table.one(
+            self._table.query_one(
                 "SELECT count(*) FROM {table} WHERE {column} IS NOT NULL AND {chosen}",
                 column=sql.Identifier(column),
             )
@@ -877,14 +893,14 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        found = self._table.copied(
+        found = self._table.copy_out(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
             "FROM {table} t WHERE {column} IS NOT NULL AND {chosen} AND {condition} AND {within} "
             "AND {which} ORDER BY t.{key}",
             column=sql.Identifier(column),
             which=sql.SQL("true")
             if ids is None
-            else self._table.composed(
+            else self._table.compose(
                 "t.{key} = ANY({ids}::{kind}[])",
                 ids=list(ids),
                 kind=sql.SQL(self._table.key_type),
@@ -894,7 +910,7 @@ class PgvectorSource:
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
             within=self._table.window_condition(window, "t"),
         )
-        return parsed(found, self._table.name)
+        return decode_vector_rows(found, self._table.name)
 
 
 class PgvectorSelection(PgvectorSource):
@@ -916,7 +932,7 @@ class PgvectorSelection(PgvectorSource):
         """Return the beginning of the name of the table of new vectors, `table:NAME`, as `carry
         --to` takes it.
         """
-        return f"{pgvector_target.PREFIX}{self._table.relation}"
+        return f"{pgvector_target.TABLE_PREFIX}{self._table.relation}"
 
     def facts(self) -> Facts:
         # The comment of the column would name one model for the rows of all.
@@ -967,11 +983,11 @@ class PgvectorSelection(PgvectorSource):
 
     @staticmethod
     def _column_refusal(target: Target) -> list[str]:
-        if target.name.startswith(pgvector_target.PREFIX):
+        if target.name.startswith(pgvector_target.TABLE_PREFIX):
             return []
         return [
-            f"expected --to {pgvector_target.PREFIX}NAME with --where, got {target.name!r}: other "
-            "rows share the columns of the table"
+            f"expected --to {pgvector_target.TABLE_PREFIX}NAME with --where, got {target.name!r}: "
+            "other rows share the columns of the table"
         ]
 
     def _place(self, name: str) -> pgvector_target.NewVectorTable | None:
@@ -991,13 +1007,13 @@ class PgvectorSelection(PgvectorSource):
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        if not column.startswith(pgvector_target.PREFIX):
+        if not column.startswith(pgvector_target.TABLE_PREFIX):
             return super().count_vectors(column)
         place = self._place(column)
         if place is None:
             return 0
         query: LiteralString = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
-        return int(self._table.one(query, **place.names))
+        return int(self._table.query_one(query, **place.names))
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of the vectors in a table of new vectors (see `Target`).
@@ -1060,18 +1076,18 @@ class PgvectorSelection(PgvectorSource):
         table.every_row_is_seen()
         names, new_table = place.names, place.names["new_table"].as_string()
         relation, _, writer = place.mark["flipped"].partition(" ")
-        if relation != str(table.one("SELECT to_regclass({name})::oid", name=new_table)):
+        if relation != str(table.query_one("SELECT to_regclass({name})::oid", name=new_table)):
             raise InvalidInputError(
                 f"{table.name}: {new_table} was restored from a dump since the flip, so the rows "
                 "that were written since then are not known; if there are none, run DROP TABLE "
                 f"{new_table}"
             )
-        demanded = table.one(
+        demanded = table.query_one(
             "SELECT attnotnull FROM pg_attribute WHERE attrelid = {oid} AND attname = {column}",
             oid=table.oid,
             column=self.vector,
         )
-        with table.changing() as changes:
+        with table.open_changes() as changes:
             changes.run("LOCK TABLE {new_table} IN ACCESS EXCLUSIVE MODE", **names)
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_lost ON COMMIT DROP AS SELECT {key} AS key "
@@ -1079,7 +1095,7 @@ class PgvectorSelection(PgvectorSource):
                 writer=writer,
                 **names,
             )
-            ((lost,),) = changes.all("SELECT count(*) FROM nobackfill_lost")
+            ((lost,),) = changes.query_all("SELECT count(*) FROM nobackfill_lost")
             if lost and (demanded or not lose):
                 ending = (
                     f"{self.vector!r} is NOT NULL: write these vectors again by the old model, "
@@ -1119,9 +1135,11 @@ class PgvectorSelection(PgvectorSource):
                 "no flip to finish"
             )
         facts = {name: fact for name, fact in place.mark.items() if name != "flipped"}
-        with self._table.changing() as changes:
+        with self._table.open_changes() as changes:
             changes.run(
-                "COMMENT ON TABLE {new_table} IS {comment}", comment=note(**facts), **place.names
+                "COMMENT ON TABLE {new_table} IS {comment}",
+                comment=comment_with_facts(**facts),
+                **place.names,
             )
 
 

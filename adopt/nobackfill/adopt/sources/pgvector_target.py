@@ -19,16 +19,16 @@ import numpy as np
 from nobackfill.adopt.sources.postgres_rows import (
     FloatRows,
     decode_product_rows,
-    packed,
-    parsed,
-    update_passes,
+    decode_vector_rows,
+    encode_copy_rows,
+    encode_update_passes,
 )
 from nobackfill.adopt.sources.source import (
     Rows,
     SearchMetric,
     Target,
     Window,
-    name_before,
+    old_name_after_flip,
 )
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -48,37 +48,39 @@ with require_extra("adopt"):
         build_indexes,
         cluster_mark,
         column_properties,
+        dependent_moves,
         dependents,
         drop_unfinished_indexes,
-        grants,
+        grant_statements,
         index_definitions,
         missing_indexes,
-        moves,
-        one_line,
-        owner,
+        owner_statements,
         row_indexes,
-        security,
+        row_security_statements,
+        to_one_line,
     )
     from nobackfill.adopt.sources.postgres_table import (
         TRIGGERS_DIGEST,
         Changes,
         SourceTable,
         Triggers,
+        comment_with_facts,
         definition_of,
-        note,
         parse_comment_facts,
         stale_sentence,
     )
 
 
 # `--to table:NAME`.
-PREFIX = "table:"
+TABLE_PREFIX = "table:"
 
 
 Names = dict[str, sql.Identifier]
 
 
-def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, str | None]:
+def create_or_find_table(
+    table: SourceTable, vector: str, target: Target
+) -> tuple[Names, str | None]:
     """Make the table of the new vectors and its triggers, or find them again.
 
     A table follows the names that the source, its column, its key or its schema has now. All
@@ -104,14 +106,14 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
         CannotWriteError: The disk is full, or the server is read-only.
         NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
-    with table.changing() as changes:
+    with table.open_changes() as changes:
         place = find_table(table, vector, target.name)
         names, triggers = place.names, table.triggers(place.function)
         ours = target.mark in (place.mark.get("carried"), place.mark.get("nobackfill"))
         if place.belongs and ours and place.mark.get("where") != table.where:
             raise AlreadyExistsError(
-                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} holds new vectors of "
-                f"{_rows_of(place.mark.get('where'))}, but this command reads "
+                f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} holds new "
+                f"vectors of {_rows_of(place.mark.get('where'))}, but this command reads "
                 f"{_rows_of(table.where)}; use the same --where, or choose another --to"
             )
         if place.belongs and place.mark.get("carried") == target.mark:
@@ -119,8 +121,8 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
             return names, None
         if place.exists and not (place.belongs and place.mark.get("nobackfill") == target.mark):
             raise AlreadyExistsError(
-                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} exists already and was "
-                "not made by this map; choose another --to, or remove it with --rollback"
+                f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} exists already "
+                "and was not made by this map; choose another --to, or remove it with --rollback"
             )
         mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
         if table.where is not None:
@@ -129,13 +131,15 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
             _make(changes, table, vector, names, target, mark)
         else:
             _check_triggers(table, place, triggers, target)
-            _follow_names(changes, table, vector, place, note(model=target.model, **mark))
+            _follow_names(
+                changes, table, vector, place, comment_with_facts(model=target.model, **mark)
+            )
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
         body, content = table.trigger_body(_BODY, **names), table.changed_text(target.content)
-        digest = changes.watch(body, events, content=content, **names)
+        digest = changes.create_triggers(body, events, content=content, **names)
         if target.native:
-            comment = note(model=target.model, triggers=digest, **mark)
+            comment = comment_with_facts(model=target.model, triggers=digest, **mark)
             changes.run("COMMENT ON TABLE {new_table} IS {comment}", comment=comment, **names)
         return names, digest
 
@@ -162,11 +166,11 @@ def _check_triggers(
         return
     confirmation = None
     if on:
-        mark = note(**{**place.mark, "triggers": triggers.digest})
+        mark = comment_with_facts(**{**place.mark, "triggers": triggers.digest})
         confirmation = table.text(
             "COMMENT ON TABLE {new_table} IS {mark}", mark=mark, **place.names
         )
-    sentence = stale_sentence(f"table {target.name.removeprefix(PREFIX)!r}", confirmation)
+    sentence = stale_sentence(f"table {target.name.removeprefix(TABLE_PREFIX)!r}", confirmation)
     raise AlreadyExistsError(
         f"{table.name}: {sentence}. Otherwise remove it with `carry --rollback`, and start again"
     )
@@ -213,16 +217,16 @@ def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
-    wanted, names = name.removeprefix(PREFIX), table_names(table, vector, name)
+    wanted, names = name.removeprefix(TABLE_PREFIX), table_names(table, vector, name)
     watchers = dict(
-        table.all(
+        table.query_all(
             "SELECT DISTINCT proname, nspname FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
             "JOIN pg_namespace n ON n.oid = pronamespace "
             "WHERE tgrelid = {oid} AND starts_with(proname, 'nobackfill_')",
             oid=table.oid,
         )
     )
-    relations = table.all(
+    relations = table.query_all(
         "SELECT nspname, relname, obj_description(c.oid, 'pg_class'), "
         "c.oid IS NOT DISTINCT FROM to_regclass({new_table}), "
         "EXISTS (SELECT FROM pg_constraint WHERE contype = 'f' AND conrelid = c.oid "
@@ -247,7 +251,7 @@ def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
         if watcher == table.trigger_name(vector, name) and watcher in watchers:
             raise NotFoundError(
                 f"{table.name}: table {wanted!r} was renamed to {relation!r}; "
-                f"use --to {PREFIX}{relation}"
+                f"use --to {TABLE_PREFIX}{relation}"
             )
         if at_its_name:
             function = names["function"]
@@ -262,7 +266,7 @@ def _elsewhere(table: SourceTable, function: sql.Identifier) -> bool:
     """Return whether another table has triggers that call a function: one that had this table's
     name before."""
     return bool(
-        table.one(
+        table.query_one(
             "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = to_regproc({function}) "
             "AND tgrelid <> {oid} AND tgrelid NOT IN "
             "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass)))",
@@ -307,7 +311,7 @@ def _follow_names(
     if place.function == names["function"]:
         return
     changes.run("DROP FUNCTION {function}() CASCADE", function=place.function)
-    indexes = changes.all(
+    indexes = changes.query_all(
         "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = {new_table}::regclass "
         "AND indpred IS NOT NULL AND NOT indisunique ORDER BY indexrelid LIMIT 1",
         new_table=names["new_table"].as_string(),
@@ -327,7 +331,7 @@ def _make(
 ) -> None:
     dim = sql.SQL(str(int(target.dim)))
     # A logged table cannot have a foreign key to an unlogged one.
-    kind = sql.SQL("UNLOGGED TABLE" if table.unlogged else "TABLE")
+    kind = sql.SQL("UNLOGGED TABLE" if table.is_unlogged else "TABLE")
     # A query gives the column of the key the type and the collation of the old one.
     query: LiteralString = "CREATE {kind} {new_table} AS SELECT {key} FROM {table} WITH NO DATA"
     changes.run(query, kind=kind, **names)
@@ -335,16 +339,16 @@ def _make(
     changes.run("ALTER TABLE {new_table} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
     # A partial index: lets `carry` find cleared vectors without reading the others.
     changes.run("CREATE INDEX {empty_name} ON {new_table} ({key}) WHERE {old} IS NULL", **names)
-    mark_and_model = note(model=target.model, **mark)
+    mark_and_model = comment_with_facts(model=target.model, **mark)
     changes.run("COMMENT ON TABLE {new_table} IS {mark}", mark=mark_and_model, **names)
     comment = table.comment(vector)
     if target.model or comment:
-        comment = note(comment, model=target.model)
+        comment = comment_with_facts(comment, model=target.model)
         changes.run("COMMENT ON COLUMN {new_table}.{old} IS {comment}", comment=comment, **names)
     dims = table.dim(vector), target.dim
     for step in column_properties(table, vector, names["new_table"].as_string(), vector, dims):
         changes.run_text(step)
-    changes.owned("TABLE", names["new_table"])
+    changes.give_to_owner("TABLE", names["new_table"])
 
 
 _BODY: LiteralString = """
@@ -391,7 +395,7 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
-    with table.changing() as changes:
+    with table.open_changes() as changes:
         place = find_table(table, vector, name)
         if not place.belongs or "nobackfill" not in place.mark:
             return False
@@ -416,8 +420,8 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
     Raises:
         KeyError: `vector` is no column of the source.
     """
-    new_table = name.removeprefix(PREFIX)
-    trigger = table.trigger_name(vector, PREFIX + new_table)
+    new_table = name.removeprefix(TABLE_PREFIX)
+    trigger = table.trigger_name(vector, TABLE_PREFIX + new_table)
     return {
         "old": sql.Identifier(vector),
         "type": table.pgvector_name(table.kind(vector)),
@@ -448,7 +452,7 @@ _OTHER_FLIP = (
 _NAMES: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product", "l1": "l1",
 }  # fmt: skip
-METRICS: Mapping[str, SearchMetric] = {
+METRIC_BY_OPERATOR_CLASS: Mapping[str, SearchMetric] = {
     f"{kind}_{name}_ops": metric
     for kind in ("vector", "halfvec")
     for name, metric in _NAMES.items()
@@ -462,7 +466,7 @@ _AS_READ: LiteralString = (
 )
 
 
-class Columns(Protocol):
+class OldVectorSource(Protocol):
     """The source of the old vectors."""
 
     vector: str
@@ -477,7 +481,7 @@ class Columns(Protocol):
         """
 
     @property
-    def halves(self) -> bool:
+    def uses_halfvec(self) -> bool:
         """Tell whether the old vectors, or their index, have the type halfvec.
 
         Raises:
@@ -550,7 +554,7 @@ class PgvectorColumn:
 
     def __init__(
         self,
-        source: Columns,
+        source: OldVectorSource,
         table: SourceTable,
         names: dict[str, sql.Identifier],
         target: Target,
@@ -584,8 +588,8 @@ class PgvectorColumn:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write new vectors to rows that did not change since they were read, in PASSES passes,
-        each a transaction.
+        """Write new vectors to rows that did not change since they were read, in UPDATE_PASSES
+        passes, each a transaction.
 
         Rows that have changed stay pending. If another session holds one of the rows for 50 ms, the
         rows of this and the later passes stay pending; it then sleeps for 0.5 s and raises nothing.
@@ -604,7 +608,7 @@ class PgvectorColumn:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         try:
-            self._write(rows, update_passes(rows.versions, vectors))
+            self._write(rows, encode_update_passes(rows.versions, vectors))
         except BusyError:
             # An open transaction wrote to one of the rows: the other rows stay pending.
             time.sleep(LET_GO)
@@ -613,7 +617,7 @@ class PgvectorColumn:
         ids, kind = rows.ids, sql.SQL(self._table.key_type)
         # The temporary table has no statistics, so the key's range leads the planner to the key's
         # index. A few rows may lie anywhere in the range.
-        which = self._table.composed(
+        which = self._table.compose(
             "t.{key} = ANY({ids}::{kind}[])"
             if len(ids) <= _FEW
             else "t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
@@ -622,7 +626,7 @@ class PgvectorColumn:
             last=ids[-1],
             kind=kind,
         )
-        with self._table.connected() as changes:
+        with self._table.lend_connection() as changes:
             for rows_of_pass in passes:
                 # All in one transaction: behind a pooler, the next one may have another session.
                 with changes.transaction(WAIT):
@@ -640,7 +644,7 @@ class PgvectorColumn:
                         which=which,
                         **self._names,
                     )
-                    if not done and changes.all(_AS_READ):
+                    if not done and changes.query_all(_AS_READ):
                         raise InvalidInputError(
                             f"{self._table.name}: rows of this table cannot be changed, because a "
                             "trigger or a rule drops each UPDATE; let it pass UPDATEs of the "
@@ -697,7 +701,7 @@ class PgvectorColumn:
                 to read, it is NotPermittedError.
         """
         return decode_product_rows(
-            self._table.copied(
+            self._table.copy_out(
                 "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
                 "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
                 probe=str(probe.tolist()),
@@ -773,19 +777,19 @@ class PgvectorColumn:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
             NotPermittedError: This role does not own the table.
         """
-        return self._table.flipping(
+        return self._table.run_flip(
             self._flip, self._watch_old if self._target.reversible else None
         )
 
     def _watch_old(self, changes: Changes) -> None:
         """Make triggers that clear an old vector whose new one changes after the flip."""
-        name = name_before(self._source.vector)
+        name = old_name_after_flip(self._source.vector)
         digest = self._source.watch(changes, replace(self._target, name=name, content=None))
         facts = self._table.comment_facts(name) | {"triggers": digest}
         changes.run(
             "COMMENT ON COLUMN {table}.{name} IS {comment}",
             name=sql.Identifier(name),
-            comment=note(self._table.comment(name), **facts),
+            comment=comment_with_facts(self._table.comment(name), **facts),
         )
 
     def owner_tasks(self) -> list[str]:
@@ -827,22 +831,22 @@ class PgvectorColumn:
         none, or if pgvector has no index of such long vectors.
         """
         old, new, found = self._source.vector, self._target.name, list[str]()
-        if self._target.dim <= _INDEXED_DIM or self._source.halves:
+        if self._target.dim <= _INDEXED_DIM or self._source.uses_halfvec:
             found = index_definitions(self._table, old, new, self._dims)
-        index = index_of(self._table, self._source, self._names["new"], self._target.dim)
+        index = index_definition(self._table, self._source, self._names["new"], self._target.dim)
         return found or [self._table.index_on() + index]
 
     def _flip(self) -> list[str]:
         """Return the statements of the flip, for one transaction."""
         text, names = self._table.text, self._names
-        kept = sql.Identifier(name_before(self._source.vector))
+        kept = sql.Identifier(old_name_after_flip(self._source.vector))
         old, here = self._source.vector, text("{here}")
-        moved = moves(self._table, old, self._dims)
+        moved = dependent_moves(self._table, old, self._dims)
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
             *self._table.search_path_statement(),
-            unless(
+            failing_statement(
                 self._table,
                 "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
                 "rows have no new vector yet: run nobackfill carry again, or with --flip",
@@ -851,10 +855,10 @@ class PgvectorColumn:
             text("DROP FUNCTION {function}() CASCADE", **names),
             # From now on these are the source's vectors, which the next map reads. This map fills
             # the rows without one.
-            one_line(
+            to_one_line(
                 text(
                     "COMMENT ON COLUMN {table}.{new} IS {comment}",
-                    comment=note(
+                    comment=comment_with_facts(
                         self._table.comment(old),
                         model=self._target.model,
                         carried=self._target.mark,
@@ -868,7 +872,7 @@ class PgvectorColumn:
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
             text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
             *moved.creates,
-            unless(
+            failing_statement(
                 self._table,
                 "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
                 "AND attnum = refobjsubid WHERE refclassid = 'pg_class'::regclass "
@@ -878,7 +882,7 @@ class PgvectorColumn:
                 "AND starts_with(proname, 'nobackfill_')))",
                 "something new depends on the old vectors: run nobackfill carry again",
                 relation=here,
-                kept=name_before(old),
+                kept=old_name_after_flip(old),
             ),
             *cluster_mark(self._table, old, self._dims),
         ]
@@ -901,18 +905,18 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
         KeyError: The table has no such column.
     """
     obstacles = table.obstacles(column)
-    if table.has_column(name_before(column)):
+    if table.has_column(old_name_after_flip(column)):
         obstacles.append(
-            f"a flip renames the old vectors to {name_before(column)!r}, but the table has a "
-            "column of this name already; rename that column, or drop it if an earlier flip left "
-            "it and nothing reads it"
+            f"a flip renames the old vectors to {old_name_after_flip(column)!r}, but the table "
+            "has a column of this name already; rename that column, or drop it if an earlier flip "
+            "left it and nothing reads it"
         )
     if indexes := row_indexes(table):
         obstacles.append(
             f"these indexes read whole rows, so they would keep the old vectors: "
             f"{join_few(indexes)}; drop them, and build them again after the flip"
         )
-    moved = moves(table, column, (table.dim(column), target.dim))
+    moved = dependent_moves(table, column, (table.dim(column), target.dim))
     if moved.immovable:
         obstacles.append(
             f"these would still read the old vectors of {column} after a flip: "
@@ -934,7 +938,7 @@ def table_obstacles(table: SourceTable) -> list[str]:
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
-    if table.referable():
+    if table.is_referable():
         return []
     return [
         f"key {table.key!r} is unique by a deferrable constraint alone, which no foreign key may "
@@ -954,22 +958,24 @@ def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
         )
 
 
-def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
+def failing_statement(
+    table: SourceTable, condition: LiteralString, sentence: str, **names: object
+) -> str:
     """Write a statement, in one line, that fails with a sentence if a condition holds. Nothing is
     run.
 
     Args:
         table: The table, whose name begins the sentence.
-        hindrance: The condition in SQL, with names in braces.
+        condition: The condition in SQL, with names in braces.
         sentence: The sentence.
         names: Identifiers and values for the braces.
     """
     body = table.text(
-        "BEGIN IF " + hindrance + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
+        "BEGIN IF " + condition + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
         sentence=f"{table.name}: {sentence}",
         **names,
     )
-    return one_line(table.text("DO {body}", body=one_line(body)))
+    return to_one_line(table.text("DO {body}", body=to_one_line(body)))
 
 
 def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
@@ -983,7 +989,7 @@ def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | N
         function: The function that they call.
         digest: The digest (see `Triggers`); None expects no triggers.
     """
-    return unless(
+    return failing_statement(
         table,
         "{digest} IS DISTINCT FROM (SELECT " + TRIGGERS_DIGEST + ")",
         _UNWATCHED,
@@ -1015,7 +1021,9 @@ _UNWATCHED = (
 )
 
 
-def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> str:
+def index_definition(
+    table: SourceTable, source: OldVectorSource, column: sql.Identifier, dim: int
+) -> str:
     """Return the definition of an HNSW index for new vectors, in PostgreSQL's own words, from the
     access method on.
 
@@ -1036,9 +1044,13 @@ def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: i
         InvalidInputError: The old column has indexes of several metrics.
         NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
-    kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
+    kind = "halfvec" if source.uses_halfvec or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
-    name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
+    name = next(
+        name
+        for name, one in METRIC_BY_OPERATOR_CLASS.items()
+        if one == metric and name.startswith(kind)
+    )
     indexed: sql.Composable = column
     if kind != table.kind(source.vector):
         indexed = sql.SQL("({}::{}({}))").format(
@@ -1050,11 +1062,11 @@ def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: i
         "dim": sql.SQL(str(dim)),
         "index": sql.SQL("hnsw ({} {})").format(indexed, table.pgvector_name(name)),
     }
-    with suppress(InvalidInputError), table.connected() as changes, changes.attempt():
+    with suppress(InvalidInputError), table.lend_connection() as changes, changes.attempt():
         changes.run("CREATE TEMPORARY TABLE nobackfill_shape ({column} {type}({dim}))", **names)
         changes.run("CREATE INDEX ON pg_temp.nobackfill_shape USING {index}", **names)
         changes.run("SET LOCAL search_path = pg_catalog")
-        ((statement,),) = changes.all(
+        ((statement,),) = changes.query_all(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index "
             "WHERE indrelid = 'pg_temp.nobackfill_shape'::regclass"
         )
@@ -1081,19 +1093,19 @@ class PgvectorTable:
 
     def __init__(
         self,
-        source: Columns,
+        source: OldVectorSource,
         table: SourceTable,
         target: Target,
         names: Names,
         triggers: str | None,
     ) -> None:
-        """Take the parts that `make_table` has made; nothing is read.
+        """Take the parts that `create_or_find_table` has made; nothing is read.
 
         Args:
             source: The source of the old vectors.
             table: Its table.
             target: The new vectors.
-            names: Names of the parts, as `make_table` returns them.
+            names: Names of the parts, as `create_or_find_table` returns them.
             triggers: Digest of the triggers before anything was checked; None after the flip.
         """
         self._source, self._table, self._target = source, table, target
@@ -1122,8 +1134,8 @@ class PgvectorTable:
         if not whole and not self._any(window):
             # The table was searched before the old vectors are read. Rows that are cleared after
             # that fail in `write`.
-            rows = parsed(
-                self._table.copied(
+            rows = decode_vector_rows(
+                self._table.copy_out(
                     "SELECT t.{key}::text, t.{old}::{vector}, t.{key} FROM {table} t "
                     "WHERE t.{old} IS NOT NULL AND {chosen} AND {within} ORDER BY t.{key}",
                     within=self._table.window_condition(window, "t"),
@@ -1133,7 +1145,7 @@ class PgvectorTable:
             )
             self._own.count = len(rows)
             return replace(rows, versions=[one + _NOWHERE for one in _bytes(rows.versions)])
-        found = self._table.copied(
+        found = self._table.copy_out(
             "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
             "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') "
             "FROM (SELECT {key}, {old} FROM {table} WHERE {chosen}) t {join} JOIN "
@@ -1147,14 +1159,14 @@ class PgvectorTable:
             within_new=self._table.window_condition(window, "b"),
             **self._names,
         )
-        rows = parsed(found, self._table.name)
+        rows = decode_vector_rows(found, self._table.name)
         self._own.count = len(rows)
         return rows
 
     def _any(self, window: Window) -> bool:
         query = "SELECT EXISTS (SELECT FROM {new_table} b WHERE {within})"
         within = self._table.window_condition(window, "b")
-        return bool(self._table.one(query, within=within, **self._names))
+        return bool(self._table.query_one(query, within=within, **self._names))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Insert or fill the new vectors of rows that have not changed since they were read. Rows
@@ -1194,10 +1206,10 @@ class PgvectorTable:
 
     def _filled(self, keys: list[bytes], vectors: FloatRows) -> bool:
         """Insert all rows by COPY. Returns False if somebody wrote to one of the keys meanwhile."""
-        with self._table.connected() as changes:
+        with self._table.lend_connection() as changes:
             try:
                 with changes.transaction(WAIT):
-                    changes.copy(self._names["new_table"], packed(keys, vectors))
+                    changes.copy(self._names["new_table"], encode_copy_rows(keys, vectors))
             except states.UniqueViolation:
                 return False
         return True
@@ -1205,13 +1217,15 @@ class PgvectorTable:
     def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: FloatRows) -> None:
         """Insert or update the rows that did not change since they were read."""
         seen = [place[:6] for place in places], [place[6:] for place in places]
-        with self._table.connected() as changes, changes.transaction(WAIT):
+        with self._table.lend_connection() as changes, changes.transaction(WAIT):
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_window ON COMMIT DROP AS SELECT {key} AS key, "
                 "{old} AS new, ctid AS place, xmin AS writer FROM {new_table} WITH NO DATA",
                 **self._names,
             )
-            changes.copy(sql.Identifier("nobackfill_window"), packed(keys, vectors, *seen))
+            changes.copy(
+                sql.Identifier("nobackfill_window"), encode_copy_rows(keys, vectors, *seen)
+            )
             changes.run(
                 "INSERT INTO {new_table} SELECT key, new FROM nobackfill_window "
                 "WHERE place = '(0,0)' ORDER BY key ON CONFLICT DO NOTHING",
@@ -1233,13 +1247,13 @@ class PgvectorTable:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        found = self._table.copied(
+        found = self._table.copy_out(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
             within=self._table.window_condition(window, "b"),
             **self._names,
         )
-        return parsed(found, self._table.name)
+        return decode_vector_rows(found, self._table.name)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
         """Compute in the database the inner product of each new vector with `probe` [dim].
@@ -1255,7 +1269,7 @@ class PgvectorTable:
                 to read, it is NotPermittedError.
         """
         return decode_product_rows(
-            self._table.copied(
+            self._table.copy_out(
                 "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {new_table} b "
                 "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
                 probe=str(probe.tolist()),
@@ -1273,7 +1287,7 @@ class PgvectorTable:
                 to read, it is NotPermittedError.
         """
         query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
-        return int(self._table.one(query, **self._names))
+        return int(self._table.query_one(query, **self._names))
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
@@ -1331,7 +1345,7 @@ class PgvectorTable:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
             NotPermittedError: This role does not own a table.
         """
-        return self._table.flipping(self._flip)
+        return self._table.run_flip(self._flip)
 
     def finish(self) -> list[str]:
         """Delete vectors whose row is gone, and return what is left to do, in order.
@@ -1354,7 +1368,7 @@ class PgvectorTable:
         missing = missing_indexes(self._table, *self._place, [self._index()])
         if obstacles := table_obstacles(self._table):
             return [*missing, *obstacles]
-        with self._table.connected() as changes:
+        with self._table.lend_connection() as changes:
             # Vectors of rows that were removed without a trigger, as with a partition.
             changes.run(
                 "DELETE FROM {new_table} b WHERE {old} IS NOT NULL "
@@ -1388,10 +1402,10 @@ class PgvectorTable:
 
     def _security(self) -> tuple[list[str], list[str]]:
         both = (self._table.key, self._source.vector)
-        return security(self._table, self._names["new_table"], both)
+        return row_security_statements(self._table, self._names["new_table"], both)
 
     def _index(self) -> str:
-        index = index_of(self._table, self._source, self._names["old"], self._target.dim)
+        index = index_definition(self._table, self._source, self._names["old"], self._target.dim)
         return (
             self._table.text("CREATE INDEX CONCURRENTLY ON {new_table} USING ", **self._names)
             + index
@@ -1407,7 +1421,7 @@ class PgvectorTable:
             mark["where"] = self._table.where
         if self._target.reversible:
             # Later writers of the table have a younger transaction (see `flip_back`).
-            mark["flipped"] = self._table.one(
+            mark["flipped"] = self._table.query_one(
                 "SELECT to_regclass({name})::oid || ' ' || pg_current_xact_id()::xid",
                 name=new_table,
             )
@@ -1415,7 +1429,7 @@ class PgvectorTable:
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
             *self._table.search_path_statement(),
-            unless(
+            failing_statement(
                 self._table,
                 "EXISTS (SELECT FROM (SELECT {key}, {old} FROM {table} WHERE {chosen}) t "
                 "LEFT JOIN {new_table} b ON b.{key} = t.{key} "
@@ -1438,13 +1452,13 @@ class PgvectorTable:
             ),
             text(
                 "COMMENT ON TABLE {new_table} IS {comment}",
-                comment=note(model=self._target.model, **mark),
+                comment=comment_with_facts(model=self._target.model, **mark),
                 **names,
             ),
             # Only its owner could read the table before.
-            *owner(self._table, new_table),
+            *owner_statements(self._table, new_table),
             *self._security()[0],
-            *grants(self._table, here, new_table, (self._table.key, self._source.vector)),
+            *grant_statements(self._table, here, new_table, (self._table.key, self._source.vector)),
         ]
 
 

@@ -24,7 +24,7 @@ _PAGE_DIMS = 1500
 _LINES = re.compile(r"\bE?'(?:[^']|'')*'|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\n\s*")
 
 
-def grants(
+def grant_statements(
     table: SourceTable,
     relation: str,
     to: str,
@@ -49,7 +49,7 @@ def grants(
         UnavailableError: The server does not answer.
         NotFoundError: A relation does not exist.
     """
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
         "CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END, "
         "CASE WHEN is_grantable THEN ' WITH GRANT OPTION' END) FROM ("
@@ -68,7 +68,7 @@ def grants(
     return [statement for (statement,) in found]
 
 
-def security(
+def row_security_statements(
     table: SourceTable, other: sql.Identifier, columns: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Write statements that repeat row-level security for another table with the same key.
@@ -91,7 +91,7 @@ def security(
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         UnavailableError: The server does not answer.
     """
-    enabled, forced = table.described(
+    enabled, forced = table.query_catalogue(
         "SELECT relrowsecurity, relforcerowsecurity FROM pg_class WHERE oid = {oid}", oid=table.oid
     )[0]
     if not enabled:
@@ -99,7 +99,7 @@ def security(
     steps = [table.text("ALTER TABLE {other} ENABLE ROW LEVEL SECURITY", other=other)]
     if forced:
         steps.append(table.text("ALTER TABLE {other} FORCE ROW LEVEL SECURITY", other=other))
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT quote_ident(polname), format('CREATE POLICY %I ON %s AS %s FOR %s TO %s%s%s', "
         "polname, {other}, CASE WHEN polpermissive THEN 'PERMISSIVE' ELSE 'RESTRICTIVE' END, "
         "CASE polcmd WHEN 'r' THEN 'SELECT' WHEN 'a' THEN 'INSERT' WHEN 'w' THEN 'UPDATE' "
@@ -115,8 +115,8 @@ def security(
         columns=list(columns),
         oid=table.oid,
     )
-    policies = [one_line(policy) for _, policy, _ in found]
-    if all(alike for _, _, alike in found) and table.accepts(policies):
+    policies = [to_one_line(policy) for _, policy, _ in found]
+    if all(alike for _, _, alike in found) and table.accepts_statements(policies):
         return steps + policies, []
     # Never some of them alone: a policy that is left out may be one that restricts the others.
     readers = table.text(
@@ -133,7 +133,7 @@ def security(
     return [*steps, readers], [sentence]
 
 
-def owner(table: SourceTable, relation: str) -> list[str]:
+def owner_statements(table: SourceTable, relation: str) -> list[str]:
     """Write a statement that gives a relation to the table's owner; none if it has it.
 
     Raises:
@@ -141,7 +141,7 @@ def owner(table: SourceTable, relation: str) -> list[str]:
         UnavailableError: The server does not answer.
         NotFoundError: The relation does not exist.
     """
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
         "FROM pg_class t, pg_class o WHERE t.oid = {oid} AND o.oid = {relation}::regclass "
         "AND t.relowner <> o.relowner",
@@ -151,7 +151,7 @@ def owner(table: SourceTable, relation: str) -> list[str]:
     return [statement for (statement,) in found]
 
 
-def one_line(statement: str) -> str:
+def to_one_line(statement: str) -> str:
     r"""Return a statement in one line.
 
     A line's end and the spaces around it become one space. Within a literal it becomes the escape
@@ -170,7 +170,7 @@ def one_line(statement: str) -> str:
 
 
 @dataclass(frozen=True)
-class Moves:
+class DependentMoves:
     """Statements that make what depends on one column depend on the column that takes its name.
 
     Attributes:
@@ -186,7 +186,9 @@ class Moves:
     hindrances: list[str]
 
 
-def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Moves:
+def dependent_moves(
+    table: SourceTable, column: str, dims: tuple[int | None, int]
+) -> DependentMoves:
     """Write statements that move what depends on a column of vectors to the column that takes its
     name.
 
@@ -209,22 +211,22 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     parts["sized"] = "a^" if dims[0] == dims[1] else rf"\m(vector|halfvec|bit)\({dims[0]}\)"
     parts["oids"] = [oid for oid, _ in direct]
     parts["properties"] = _PROPERTIES
-    views = table.described(_VIEWS, **parts)
+    views = table.query_catalogue(_VIEWS, **parts)
     parts["views"] = [view for view, *_ in views]
-    found = [table.described(query, **parts) for query in _ON_THE_TABLE]
-    too = [table.described(query, **parts) for query in _ON_VIEWS_TOO]
+    found = [table.query_catalogue(query, **parts) for query in _ON_THE_TABLE]
+    too = [table.query_catalogue(query, **parts) for query in _ON_VIEWS_TOO]
     drops = [drop for rows in too for _, drop, _ in rows]
     drops += [drop for *_, drop, _ in reversed(views)]
     drops += [drop for rows in found for _, drop, _ in rows]
     creates = [create for rows in found for _, _, create in rows]
     for _, _, name, _, create in views:
-        creates += [create, *grants(table, name, name, None)]
+        creates += [create, *grant_statements(table, name, name, None)]
     creates += [create for rows in too for _, _, create in rows]
     here = table.text("{here}")
-    creates += grants(table, here, here, [column], on_relation=False)
+    creates += grant_statements(table, here, here, [column], on_relation=False)
     parts["made"] = [oid for rows in (*found, *too) for oid, drop, _ in rows if drop]
-    creates += [comment for (comment,) in table.described(_COMMENTS, **parts)]
-    others = [name for (name,) in table.described(_OTHER_VECTORS, **parts)]
+    creates += [comment for (comment,) in table.query_catalogue(_COMMENTS, **parts)]
+    others = [name for (name,) in table.query_catalogue(_OTHER_VECTORS, **parts)]
 
     def clear(create: str | None) -> bool:
         """Return whether each type of the old dimension in a statement is of the column."""
@@ -234,16 +236,16 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
 
     known = {oid for rows in (*found, *too) for oid, _, create in rows if clear(create)}
     known |= {rule for _, rule, _, _, create in views if clear(create)}
-    return Moves(
-        [one_line(one) for one in drops if one],
-        [one_line(_resized(one, dims)) for one in creates if one],
+    return DependentMoves(
+        [to_one_line(one) for one in drops if one],
+        [to_one_line(_resized(one, dims)) for one in creates if one],
         [what for oid, what in direct if oid not in known]
         + [f"view {name}" for _, rule, name, *_ in views if rule not in known | set(parts["oids"])]
-        + [what for (what,) in table.described(_ON_VIEWS_ALONE, **parts)],
+        + [what for (what,) in table.query_catalogue(_ON_VIEWS_ALONE, **parts)],
         [
             what
             for query in (_ROWS_ELSEWHERE, _FOREIGN)
-            for (what,) in table.described(query, **parts)
+            for (what,) in table.query_catalogue(query, **parts)
         ],
     )
 
@@ -259,7 +261,7 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         UnavailableError: The server does not answer.
     """
-    return table.described(
+    return table.query_catalogue(
         "SELECT DISTINCT objid, CASE WHEN rulename = '_RETURN' "
         "THEN pg_describe_object('pg_class'::regclass, ev_class, 0) WHEN g.attgenerated <> '' "
         "THEN format('generated column %I of table %s', g.attname, adrelid::regclass) "
@@ -299,7 +301,7 @@ def column_properties(
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         UnavailableError: The server does not answer.
     """
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT format('ALTER TABLE %s ALTER COLUMN %I SET %s', {relation}, {new}, property) "
         "FROM pg_attribute JOIN pg_type t ON t.oid = atttypid, {properties} "
         "WHERE attrelid = {oid} AND attname = {column} AND property <> ''",
@@ -331,7 +333,7 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         UnavailableError: The server does not answer.
     """
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {oid} "
         "AND indisclustered AND EXISTS (SELECT FROM pg_depend JOIN pg_attribute "
         "ON attrelid = refobjid AND attnum = refobjsubid WHERE classid = 'pg_class'::regclass "
@@ -352,7 +354,7 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
             using=(using := _resized(definition[definition.index(" USING ") :], dims)),
             length=len(using),
         )
-        statements.append(one_line(table.text("DO {body}", body=body)))
+        statements.append(to_one_line(table.text("DO {body}", body=body)))
     return statements
 
 
@@ -365,7 +367,7 @@ def row_indexes(table: SourceTable) -> list[str]:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         UnavailableError: The server does not answer.
     """
-    found = table.described(
+    found = table.query_catalogue(
         "SELECT indexrelid::regclass::text FROM pg_index WHERE (indrelid = {oid} OR indrelid IN "
         "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) AND concat("
         "pg_get_expr(indexprs, indrelid), pg_get_expr(indpred, indrelid)) ~ {whole} ORDER BY 1",
@@ -401,7 +403,7 @@ def index_definitions(
     if row_indexes(table):
         return []
     shape = sql.Identifier("pg_temp", "nobackfill_shape")
-    with table.connected() as changes, changes.attempt():
+    with table.lend_connection() as changes, changes.attempt():
         changes.run("SET LOCAL search_path = pg_catalog")
         # The same table, empty, in which the one column has the other's name.
         changes.run("CREATE TEMPORARY TABLE nobackfill_shape (LIKE {here} INCLUDING INDEXES)")
@@ -412,7 +414,7 @@ def index_definitions(
                 name=sql.Identifier(name),
                 other=sql.Identifier(other),
             )
-        found = changes.all(
+        found = changes.query_all(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {shape}::regclass "
             "AND EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
             "AND attnum = refobjsubid WHERE classid = 'pg_class'::regclass "
@@ -421,7 +423,7 @@ def index_definitions(
             new=new,
         )
     on = table.index_on()
-    return [one_line(_resized(on + definition_of(text), dims)) for (text,) in found]
+    return [to_one_line(_resized(on + definition_of(text), dims)) for (text,) in found]
 
 
 def build_indexes(
@@ -513,7 +515,7 @@ def drop_unfinished_indexes(
 
     if not unfinished():
         return
-    with table.changing() as changes:
+    with table.open_changes() as changes:
         # Each concurrent build holds this lock to its end: what is INVALID now stays so.
         changes.run("LOCK TABLE {relation} IN SHARE UPDATE EXCLUSIVE MODE", relation=relation)
         for name in unfinished():

@@ -12,7 +12,7 @@ from nobackfill.vectors import Vectors
 
 # Passes over the rows of a page. The new versions of the first pass go to other pages and leave
 # room, in which the other passes write: those are HOT updates, which change no index.
-PASSES = 8
+UPDATE_PASSES = 8
 
 # A row's place (tid), its writer (xid), and its table or partition (oid). An equal value means an
 # unchanged row.
@@ -25,7 +25,7 @@ _COUNT = struct.Struct(">h")
 _LENGTH = struct.Struct(">i")
 
 
-def split(data: bytes) -> list[Fields]:
+def decode_copy_rows(data: bytes) -> list[Fields]:
     """Decode rows in COPY's binary form without its header and trailer.
 
     The data must end with a whole row: it is not checked. A row that is cut short raises
@@ -84,7 +84,7 @@ def _listed(column: Fields) -> list[bytes | None]:
     return values
 
 
-def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
+def decode_vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
     """Decode a field of vectors, without NULLs.
 
     Args:
@@ -114,7 +114,7 @@ def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
     return np.frombuffer(b"".join(values), ">f4").reshape(len(ids), -1)[:, 1:].astype(np.float32)
 
 
-def parsed(data: bytes, where: str) -> Rows:
+def decode_vector_rows(data: bytes, where: str) -> Rows:
     """Decode rows of a key as text, a vector, and other fields.
 
     The other fields of a row, joined, become its value in `Rows.versions`. A field that may be NULL
@@ -127,11 +127,11 @@ def parsed(data: bytes, where: str) -> Rows:
     """
     if not data:
         return Rows([], np.empty((0, 0), np.float32))
-    keys, values, *rest = split(data)
+    keys, values, *rest = decode_copy_rows(data)
     ids = [(key or b"").decode() for key in _listed(keys)]
     others = zip(*map(_listed, rest), strict=True)
     versions = [b"".join(part or b"" for part in row) for row in others]
-    return Rows(ids, vectors(values, ids, where), (), versions)
+    return Rows(ids, decode_vectors(values, ids, where), (), versions)
 
 
 def decode_product_rows(data: bytes) -> tuple[list[str], Vectors]:
@@ -146,12 +146,12 @@ def decode_product_rows(data: bytes) -> tuple[list[str], Vectors]:
     """
     if not data:
         return [], np.empty(0, np.float32)
-    keys, values = map(_listed, split(data))
+    keys, values = map(_listed, decode_copy_rows(data))
     negative = np.frombuffer(b"".join(value or b"" for value in values), ">f8")
     return [(key or b"").decode() for key in keys], -negative.astype(np.float32)
 
 
-def packed(*fields: Sequence[bytes] | FloatRows) -> bytes:
+def encode_copy_rows(*fields: Sequence[bytes] | FloatRows) -> bytes:
     """Encode rows in COPY's binary form, without its header and trailer.
 
     Vectors of float32 become `vector`, those of float16 `halfvec`.
@@ -194,11 +194,11 @@ def _vectors(vectors: FloatRows) -> NDArray[np.void]:
     return made.view(f"V{made.dtype.itemsize}")
 
 
-def update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
-    """Encode the rows of an UPDATE in passes (see PASSES).
+def encode_update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
+    """Encode the rows of an UPDATE in passes (see UPDATE_PASSES).
 
     The vectors are encoded as float32, whatever the type of the column is. A pass has at most one
-    row in PASSES of each page.
+    row in UPDATE_PASSES of each page.
 
     Args:
         versions: For each row, 14 bytes: place (tid), writer (xid) and relation (oid). All are
@@ -214,17 +214,17 @@ def update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[byte
     for number in range(int(passes.max(initial=-1)) + 1):
         some = np.flatnonzero(passes == number)
         parts = ([known[row][part] for row in some] for part in _PARTS)
-        yield packed(*parts, vectors[some])
+        yield encode_copy_rows(*parts, vectors[some])
 
 
 def _passes(places: Sequence[bytes]) -> NDArray[np.int64]:
     """Return the pass of each row, int64 [n]: its number among the rows of its page, modulo
-    PASSES."""
+    UPDATE_PASSES."""
     blocks = np.frombuffer(b"".join(places), np.dtype([("block", ">u4"), ("line", ">u2")]))["block"]
     order = np.argsort(blocks, kind="stable")
     ordered = blocks[order]
     begins = np.r_[True, ordered[1:] != ordered[:-1]]
     first = np.maximum.accumulate(np.where(begins, np.arange(len(ordered)), 0))
     found = np.empty(len(blocks), np.int64)
-    found[order] = (np.arange(len(ordered)) - first) % PASSES
+    found[order] = (np.arange(len(ordered)) - first) % UPDATE_PASSES
     return found

@@ -281,14 +281,14 @@ class Triggers:
     """Triggers of a table that call one function of ours.
 
     Attributes:
-        body: The function's source; None where there is no such function.
+        function_source: The function's source; None where there is no such function.
         states: States of the table's own triggers: "A" is always, "D" is disabled.
         partition_states: States of the partitions' triggers.
         digest: Changes whenever one of them is made, dropped, disabled or enabled; None without
             triggers.
     """
 
-    body: str | None
+    function_source: str | None
     states: list[str]
     partition_states: list[str]
     digest: str | None
@@ -356,7 +356,7 @@ class SourceTable:
         }
         self.columns = self._columns()
         # However the table was named.
-        self.schema, self.relation, self.oid, kind = self.all(
+        self.schema, self.relation, self.oid, kind = self.query_all(
             "SELECT nspname, relname, c.oid, relkind::text FROM pg_class c "
             "JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass({quoted})",
             quoted=self._quoted,
@@ -390,7 +390,7 @@ class SourceTable:
         Raises:
             InvalidInputError: PostgreSQL refuses the condition.
         """
-        with self.connected() as changes, changes.attempt():
+        with self.lend_connection() as changes, changes.attempt():
             with translate_errors(f"{self.name}: --where {where}"):
                 changes.run("CREATE TEMPORARY TABLE nobackfill_rows (LIKE {table})")
                 # A comment at the end of the condition ends with its line.
@@ -399,7 +399,7 @@ class SourceTable:
                     f"WHERE ({where}\n)"
                 )
             changes.run("SET LOCAL search_path = pg_catalog")
-            ((condition, columns),) = changes.all(
+            ((condition, columns),) = changes.query_all(
                 "SELECT pg_get_expr(indpred, indrelid), ARRAY(SELECT DISTINCT attname::text "
                 "FROM pg_depend JOIN pg_attribute ON attrelid = refobjid AND attnum = refobjsubid "
                 "WHERE classid = 'pg_class'::regclass AND objid = indexrelid "
@@ -411,7 +411,7 @@ class SourceTable:
 
     def _unseen_schema(self) -> str | None:
         """Return the schema of pgvector if it is not on the search path, else None."""
-        found = self.one(
+        found = self.query_one(
             "SELECT nspname FROM pg_extension JOIN pg_namespace n ON n.oid = extnamespace "
             "JOIN pg_type t ON typnamespace = n.oid AND typname = 'vector' "
             "WHERE extname = 'vector' AND NOT pg_type_is_visible(t.oid)"
@@ -476,7 +476,7 @@ class SourceTable:
 
     def _columns(self) -> dict[str, str]:
         """Return the types of the columns by name; for a domain, its base type."""
-        found = self.all(
+        found = self.query_all(
             "SELECT attname, CASE typtype WHEN 'd' THEN format_type(typbasetype, typtypmod) "
             "ELSE format_type(atttypid, atttypmod) END "
             "FROM pg_attribute JOIN pg_type t ON t.oid = atttypid "
@@ -485,7 +485,7 @@ class SourceTable:
             quoted=self._quoted,
         )
         if not found:
-            others = self.all(
+            others = self.query_all(
                 "SELECT DISTINCT c.oid::regclass::text FROM pg_attribute a "
                 "JOIN pg_type t ON t.oid = atttypid JOIN pg_class c ON c.oid = attrelid "
                 "WHERE typname IN ('vector', 'halfvec') AND NOT attisdropped "
@@ -500,7 +500,7 @@ class SourceTable:
     def _refuse_others(self, kind: str) -> None:
         """Raise InvalidInputError for a view, a foreign table or a table with heirs."""
         if kind in _NO_TABLES:
-            read = self.all(
+            read = self.query_all(
                 "SELECT DISTINCT refobjid::regclass::text FROM pg_rewrite r JOIN pg_depend d "
                 "ON classid = 'pg_rewrite'::regclass AND objid = r.oid "
                 "WHERE refclassid = 'pg_class'::regclass AND ev_class = {oid} "
@@ -512,7 +512,7 @@ class SourceTable:
                 f"{self.name}: expected a table, found a {_NO_TABLES[kind]}{of}, which cannot "
                 "store new vectors; name its table after # in SOURCE"
             )
-        heirs = self.all(
+        heirs = self.query_all(
             "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = {oid} ORDER BY 1",
             oid=self.oid,
         )
@@ -537,7 +537,7 @@ class SourceTable:
                 f"{self.name}: this table has no column {column!r}; its columns are "
                 f"{join_few(self.columns)}"
             )
-        found = self.all(
+        found = self.query_all(
             "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
             "WHERE i.indrelid = to_regclass({quoted}) AND i.indisunique AND i.indnkeyatts = 1 "
@@ -553,7 +553,7 @@ class SourceTable:
                 "ADD COLUMN item_key bigserial UNIQUE, then --key item_key"
             )
             if self.partitioned:
-                by = self.one("SELECT pg_get_partkeydef({oid})", oid=self.oid)
+                by = self.query_one("SELECT pg_get_partkeydef({oid})", oid=self.oid)
                 what_next = (
                     f"a table that is partitioned by {by} can have no other unique key, so it "
                     "cannot be migrated; copy its key and its vectors into a table that is not "
@@ -567,7 +567,7 @@ class SourceTable:
 
     def _equality(self) -> sql.Composable:
         """Return the key's `=` with its schema, as trigger functions have their own search path."""
-        schema = self.one(
+        schema = self.query_one(
             "SELECT nspname FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
             "JOIN pg_opclass c ON c.oid = i.indclass[0] JOIN pg_amop "
@@ -584,7 +584,7 @@ class SourceTable:
     def triggers(self, function: sql.Identifier) -> "Triggers":
         """Return what calls a trigger function of ours on this table and its partitions.
 
-        `body` is None where the function does not exist; its triggers are then empty.
+        `function_source` is None where the function does not exist; its triggers are then empty.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -595,7 +595,7 @@ class SourceTable:
             "array_agg(tgenabled::text) FILTER (WHERE tgrelid = to_regclass({relation})), "
             "array_agg(tgenabled::text) FILTER (WHERE tgrelid <> to_regclass({relation})), "
         )
-        found = self.all(query + TRIGGERS_DIGEST, **self.trigger_parts(function))[0]
+        found = self.query_all(query + TRIGGERS_DIGEST, **self.trigger_parts(function))[0]
         return Triggers(found[0], found[1] or [], found[2] or [], found[3])
 
     def trigger_parts(self, function: sql.Identifier) -> dict[str, Any]:
@@ -631,7 +631,7 @@ class SourceTable:
             **names,
         )
 
-    def heir(self) -> str | None:
+    def owner_of_new_objects(self) -> str | None:
         """Return the owner of the table, if objects that this role creates should be given to the
         owner.
 
@@ -645,7 +645,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        name: str | None = self.one(
+        name: str | None = self.query_one(
             "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
             "AND relowner <> current_user::regrole AND NOT relforcerowsecurity "
             "AND (has_schema_privilege(relowner, relnamespace, 'CREATE') "
@@ -655,7 +655,7 @@ class SourceTable:
         return name
 
     @property
-    def unlogged(self) -> bool:
+    def is_unlogged(self) -> bool:
         """Tell whether the table's rows are not in the write-ahead log.
 
         Such a table is empty after a crash of the server. It asks the server at each call.
@@ -665,10 +665,12 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
-            self.one("SELECT relpersistence = 'u' FROM pg_class WHERE oid = {oid}", oid=self.oid)
+            self.query_one(
+                "SELECT relpersistence = 'u' FROM pg_class WHERE oid = {oid}", oid=self.oid
+            )
         )
 
-    def referable(self) -> bool:
+    def is_referable(self) -> bool:
         """Tell whether a foreign key may reference the key.
 
         A foreign key needs a valid unique index of the key alone, without a condition and not
@@ -679,7 +681,7 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
-            self.one(
+            self.query_one(
                 "SELECT EXISTS (SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid "
                 "AND attnum = indkey[0] WHERE indrelid = {oid} AND attname = {column} "
                 "AND indisunique AND indnkeyatts = 1 AND indpred IS NULL AND indisvalid "
@@ -701,7 +703,7 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return dict(
-            self.all(
+            self.query_all(
                 "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
                 "WHERE {column} IS NOT NULL AND {chosen} GROUP BY 1 ORDER BY 2 DESC",
                 dims=self.pgvector_name("vector_dims"),
@@ -729,7 +731,7 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
-            self.one(
+            self.query_one(
                 "SELECT attgenerated <> '' FROM pg_attribute "
                 "WHERE attrelid = to_regclass({quoted}) AND attname = {column}",
                 quoted=self._quoted,
@@ -804,7 +806,7 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         # PostgreSQL writes conditions in the words of `where`.
-        read = self.all if self.where is None else self.described
+        read = self.query_all if self.where is None else self.query_catalogue
         return read(
             "SELECT DISTINCT opcname, pg_get_indexdef(indexrelid, 1, true), "
             "pg_get_expr(indpred, indrelid) FROM pg_index "
@@ -829,7 +831,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        found = self.described(
+        found = self.query_catalogue(
             "SELECT DISTINCT indexrelid::regclass::text, pg_get_indexdef(indexrelid), indisvalid, "
             "relkind = 'I' FROM pg_index JOIN pg_class c ON c.oid = indexrelid JOIN pg_depend "
             "ON objid = indexrelid AND classid = 'pg_class'::regclass JOIN pg_attribute "
@@ -903,7 +905,7 @@ class SourceTable:
 
             yield check
 
-    def on_update(self) -> list[str]:
+    def update_triggers(self) -> list[str]:
         """Return the owner's triggers that an update of a new column fires, also of partitions.
 
         Names are quoted and sorted. Triggers of single columns, disabled ones and those of
@@ -913,7 +915,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        found = self.all(
+        found = self.query_all(
             "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
             "WHERE (tgrelid = {oid} OR tgrelid IN "
             "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) AND NOT tgisinternal "
@@ -938,7 +940,7 @@ class SourceTable:
             "SELECT EXISTS (SELECT FROM pg_attribute WHERE attrelid = {oid} AND attname = {name} "
             "AND NOT attisdropped)"
         )
-        return bool(self.one(query, oid=self.oid, name=name))
+        return bool(self.query_one(query, oid=self.oid, name=name))
 
     def comment(self, column: str) -> str | None:
         """Read the owner's comment of a column, without the part that carrying wrote. None without
@@ -963,7 +965,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        domains = self.all(
+        domains = self.query_all(
             "SELECT t.oid::regtype::text, concat_ws(', ', "
             "CASE WHEN typnotnull THEN 'NOT NULL' END, "
             "CASE WHEN typdefault <> '' THEN 'DEFAULT' END, "
@@ -974,7 +976,7 @@ class SourceTable:
             oid=self.oid,
             column=column,
         )
-        parents = self.all(
+        parents = self.query_all(
             "SELECT inhparent::regclass::text, relispartition FROM pg_inherits "
             "JOIN pg_class c ON c.oid = inhrelid JOIN pg_attribute ON attrelid = inhrelid "
             "WHERE inhrelid = {oid} AND attname = {column} AND attinhcount > 0 ORDER BY 1",
@@ -998,7 +1000,7 @@ class SourceTable:
             sentences.append(f"column {column!r} is inherited from {parent}: {ways}")
         return sentences
 
-    def mark(self, column: str) -> str | None:
+    def read_mark(self, column: str) -> str | None:
         """Return the digest of a new column's map or model, from its comment; None without one.
 
         None too for an unknown column.
@@ -1010,8 +1012,8 @@ class SourceTable:
         return self.comment_facts(column).get("nobackfill")
 
     def comment_facts(self, column: str) -> dict[str, str]:
-        """Return the facts that `note` wrote into the comment of a column; {} if there is none, or
-        no such column.
+        """Return the facts that `comment_with_facts` wrote into the comment of a column; {} if
+        there is none, or no such column.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -1020,7 +1022,7 @@ class SourceTable:
         return parse_comment_facts(self._comment(column))
 
     def _comment(self, column: str) -> str | None:
-        comment: str | None = self.one(
+        comment: str | None = self.query_one(
             "SELECT col_description(attrelid, attnum) FROM pg_attribute "
             "WHERE attrelid = to_regclass({quoted}) AND attname = {column} AND NOT attisdropped",
             quoted=self._quoted,
@@ -1043,7 +1045,7 @@ class SourceTable:
         ]
         return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
 
-    def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
+    def compose(self, query: LiteralString, **parts: object) -> sql.Composed:
         """Compose a statement; a part that is no SQL object becomes a literal.
 
         Raises:
@@ -1057,9 +1059,9 @@ class SourceTable:
         Raises:
             KeyError: A name in braces has no value.
         """
-        return self.composed(query, **parts).as_string()
+        return self.compose(query, **parts).as_string()
 
-    def described(self, query: LiteralString, **parts: object) -> list[Any]:
+    def query_catalogue(self, query: LiteralString, **parts: object) -> list[Any]:
         """Return all rows of a query of the catalogue, with schemas before all names.
 
         The query runs in a transaction that is rolled back. It is not repeated if the connection
@@ -1069,11 +1071,11 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
             UnavailableError: The server does not answer.
         """
-        with self.connected() as changes, changes.attempt():
+        with self.lend_connection() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
-            return changes.all(query, **parts)
+            return changes.query_all(query, **parts)
 
-    def accepts(self, statements: Sequence[str]) -> bool:
+    def accepts_statements(self, statements: Sequence[str]) -> bool:
         """Return whether PostgreSQL runs statements. They run in one transaction, which is rolled
         back; locks that they take are held until then. No statements give True.
 
@@ -1085,7 +1087,7 @@ class SourceTable:
                 invalid, or whose object is missing, gives False instead.
         """
         try:
-            with self.connected() as changes, changes.attempt():
+            with self.lend_connection() as changes, changes.attempt():
                 for statement in [*self.search_path_statement(), *statements]:
                     changes.run_text(statement)
         except (InvalidInputError, NotFoundError):
@@ -1100,7 +1102,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        role = self.one(
+        role = self.query_one(
             "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
         )
         if role is not None:
@@ -1110,7 +1112,7 @@ class SourceTable:
                 f"BYPASSRLS: ALTER ROLE {sql.Identifier(role).as_string()} BYPASSRLS"
             )
 
-    def searched(
+    def query_after_setting(
         self, query: LiteralString, setting: LiteralString | None = None, **parts: object
     ) -> list[Any]:
         """Return all rows of a query, in the same transaction as a statement before it.
@@ -1128,8 +1130,8 @@ class SourceTable:
         def ask(connection: Any) -> list[Any]:
             with connection.transaction():
                 if setting is not None:
-                    connection.execute(self.composed(setting, **parts))
-                rows: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
+                    connection.execute(self.compose(setting, **parts))
+                rows: list[Any] = connection.execute(self.compose(query, **parts)).fetchall()
                 return rows
 
         return self._connections.read(ask)
@@ -1138,7 +1140,9 @@ class SourceTable:
         """Close the connections of all threads; a later query opens new ones."""
         self._connections.close()
 
-    def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
+    def query_all(
+        self, query: LiteralString, *, binary: bool = False, **parts: object
+    ) -> list[Any]:
         """Return all rows of a query.
 
         If the connection broke, the query runs a second time on a new one. A statement without
@@ -1155,12 +1159,12 @@ class SourceTable:
 
         def ask(connection: Any) -> list[Any]:
             with connection.cursor(binary=binary) as cursor:
-                rows: list[Any] = cursor.execute(self.composed(query, **parts)).fetchall()
+                rows: list[Any] = cursor.execute(self.compose(query, **parts)).fetchall()
                 return rows
 
         return self._connections.read(ask)
 
-    def copied(self, query: LiteralString, **parts: object) -> bytes:
+    def copy_out(self, query: LiteralString, **parts: object) -> bytes:
         """Return all rows in COPY's binary form, without its header and trailer.
 
         If the connection broke, the query runs a second time. No rows give b"". All rows are in
@@ -1172,7 +1176,7 @@ class SourceTable:
             KeyError: A name in braces has no value.
         """
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
-            self.composed(query, **parts)
+            self.compose(query, **parts)
         )
 
         def ask(connection: Any) -> bytes:
@@ -1181,18 +1185,18 @@ class SourceTable:
 
         return self._connections.read(ask)
 
-    def one(self, query: LiteralString, **parts: object) -> Any:
+    def query_one(self, query: LiteralString, **parts: object) -> Any:
         """Return the first value of the first row; None without rows.
 
         Raises:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
             UnavailableError: The server does not answer.
         """
-        rows = self.all(query, binary=False, **parts)
+        rows = self.query_all(query, binary=False, **parts)
         return rows[0][0] if rows else None
 
     @contextmanager
-    def changing(self) -> Iterator["Changes"]:
+    def open_changes(self) -> Iterator["Changes"]:
         """Run the block in one transaction on this thread's connection.
 
         It commits at the end, and then reads the columns again. An error rolls it back; `columns`
@@ -1204,12 +1208,12 @@ class SourceTable:
             UnavailableError: The server does not answer; it may have committed.
             NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
         """
-        with self.connected() as changes, changes.transaction():
+        with self.lend_connection() as changes, changes.transaction():
             yield changes
         self.columns = self._columns()
 
     @contextmanager
-    def flipping(
+    def run_flip(
         self,
         steps: Callable[[], list[str]],
         last_step: Callable[["Changes"], object] | None = None,
@@ -1228,7 +1232,7 @@ class SourceTable:
             UnavailableError: The server does not answer; it may have committed.
             NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
         """
-        with self.changing() as changes:
+        with self.open_changes() as changes:
             # At once: a weaker lock that grows would meet readers that are about to write.
             changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
             yield
@@ -1247,11 +1251,11 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses it; see `translate_errors`.
             UnavailableError: The server does not answer.
         """
-        with self.connected() as changes:
+        with self.lend_connection() as changes:
             changes.run_text(statement)
 
     @contextmanager
-    def connected(self) -> Iterator["Changes"]:
+    def lend_connection(self) -> Iterator["Changes"]:
         """Lend one connection for several transactions, which must not change the columns. It is
         this thread's connection, which stays open.
 
@@ -1266,8 +1270,8 @@ class SourceTable:
 class Changes:
     """Statements of one connection.
 
-    Its methods raise psycopg's errors; `SourceTable.connected`, which made it, translates them at
-    the end of its block.
+    Its methods raise psycopg's errors; `SourceTable.lend_connection`, which made it, translates
+    them at the end of its block.
     """
 
     def __init__(self, table: SourceTable, connection: Any) -> None:
@@ -1309,15 +1313,15 @@ class Changes:
         Raises:
             psycopg.Error: PostgreSQL refuses the statement, or the connection breaks.
         """
-        return int(self._connection.execute(self._table.composed(query, **parts)).rowcount)
+        return int(self._connection.execute(self._table.compose(query, **parts)).rowcount)
 
-    def all(self, query: LiteralString, **parts: object) -> list[Any]:
+    def query_all(self, query: LiteralString, **parts: object) -> list[Any]:
         """Return all rows of a query.
 
         Raises:
             psycopg.Error: PostgreSQL refuses the query, or the connection breaks.
         """
-        rows: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
+        rows: list[Any] = self._connection.execute(self._table.compose(query, **parts)).fetchall()
         return rows
 
     def run_single(self, statement: str) -> None:
@@ -1339,7 +1343,7 @@ class Changes:
         """
         self._connection.execute(statement.encode())
 
-    def watch(
+    def create_triggers(
         self,
         body: str,
         triggers: Mapping[str, LiteralString],
@@ -1371,7 +1375,7 @@ class Changes:
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
-        if there.body == body and (there.states, there.partition_states) == on:
+        if there.function_source == body and (there.states, there.partition_states) == on:
             return there.digest
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
         # Where a condition's comparison of vectors is found, once: when the trigger is made.
@@ -1392,10 +1396,10 @@ class Changes:
                 **names,
             )
             self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)
-        self.owned("FUNCTION", sql.SQL("{}()").format(names["function"]))
+        self.give_to_owner("FUNCTION", sql.SQL("{}()").format(names["function"]))
         return self._table.triggers(names["function"]).digest
 
-    def forget_watchers(self, **names: sql.Identifier) -> None:
+    def drop_other_triggers(self, **names: sql.Identifier) -> None:
         """Drop trigger functions of nobackfill, with their triggers, that empty the column `new`
         and have another name than `function`: they were made before the table, its schema or the
         old column was renamed.
@@ -1409,7 +1413,7 @@ class Changes:
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
         """
-        found = self.all(
+        found = self.query_all(
             "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
             "JOIN pg_proc p ON p.oid = tgfoid WHERE tgrelid = {oid} "
             "AND starts_with(proname, 'nobackfill_') AND (position({emptied} IN prosrc) > 0 "
@@ -1424,9 +1428,9 @@ class Changes:
         for (function,) in found:
             self.run("DROP FUNCTION {named} CASCADE", named=sql.SQL(function))
 
-    def owned(self, kind: LiteralString, name: sql.Composable) -> None:
-        """Give a new object to the table's owner (see `SourceTable.heir`), and revoke every other
-        grant that default privileges gave.
+    def give_to_owner(self, kind: LiteralString, name: sql.Composable) -> None:
+        """Give a new object to the table's owner (see `SourceTable.owner_of_new_objects`), and
+        revoke every other grant that default privileges gave.
 
         Without an heir only the grants are revoked.
 
@@ -1441,10 +1445,10 @@ class Changes:
             UnavailableError: The server does not answer.
         """
         names = {"kind": sql.SQL(kind), "name": name}
-        heir = self._table.heir()
+        heir = self._table.owner_of_new_objects()
         if heir is not None:
             self.run("ALTER {kind} {name} OWNER TO {heir}", heir=sql.Identifier(heir), **names)
-        granted = self._table.all(
+        granted = self._table.query_all(
             "SELECT DISTINCT CASE grantee WHEN 0 THEN 'PUBLIC' "
             "ELSE quote_ident(pg_get_userbyid(grantee)) END FROM "
             "(SELECT relowner, relacl FROM pg_class WHERE oid = to_regclass({quoted}) UNION ALL "
@@ -1499,7 +1503,7 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
     )
 
 
-def note(owners: str | None = None, **facts: str | None) -> str:
+def comment_with_facts(owners: str | None = None, **facts: str | None) -> str:
     """Write a comment of a column or table that records facts of new vectors, as JSON in its last
     line.
 
@@ -1512,7 +1516,7 @@ def note(owners: str | None = None, **facts: str | None) -> str:
 
 
 def parse_comment_facts(comment: object) -> dict[str, str]:
-    """Return the facts that `note` wrote into the last line of a comment.
+    """Return the facts that `comment_with_facts` wrote into the last line of a comment.
 
     {} where another program wrote the comment, or where it is None. Unknown names are left out, and
     every value becomes text.

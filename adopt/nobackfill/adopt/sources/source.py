@@ -40,7 +40,7 @@ DOCUMENTS, QUERIES = "documents", "queries"
 
 
 # Longest name of new vectors in bytes: PostgreSQL truncates longer names.
-MOST_NAME = 63
+LONGEST_NAME_BYTES = 63
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Facts:
         model: The model in the store's metadata, by its fingerprint or a release's space; None
             without one.
         columns: Names of the other values of an item.
-        directions: Whether the store normalises each vector and so loses its norm.
+        normalises: Whether the store normalises each vector and so loses its norm.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Facts:
     metric: SearchMetric | None = None
     model: str | None = None
     columns: tuple[str, ...] = ()
-    directions: bool = False
+    normalises: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rows:
 
     Attributes:
         ids: Their keys as text.
-        vectors: Their vectors, float32 [n, dim]; they may hold NaN (see `checked`).
+        vectors: Their vectors, float32 [n, dim]; they may hold NaN (see `check_rows`).
         keys: Their keys in the store's own type; empty if the store needs none.
         versions: For each item, a value by which the store recognises a row that has changed since
             it was read; empty if the store needs none.
@@ -663,7 +663,7 @@ class Searchable(Source, Protocol):
         """
 
 
-def fingerprint_of(*models: str | None) -> str | None:
+def first_fingerprint(*models: str | None) -> str | None:
     """Return the first of some model names that is a fingerprint; None if there is none.
 
     An empty text counts as a fingerprint.
@@ -676,7 +676,7 @@ def fingerprint_of(*models: str | None) -> str | None:
     )
 
 
-def same_model(first: str | None, second: str | None, what: str) -> None:
+def check_same_model(first: str | None, second: str | None, error_name: str) -> None:
     """Check that two sets of vectors are not known to be of different models.
 
     A release's space and a model's fingerprint cannot be compared, so such a pair passes; None is
@@ -687,7 +687,7 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
     Args:
         first: Fingerprint or space of the one model.
         second: Fingerprint or space of the other.
-        what: The name of the vectors in the error.
+        error_name: The name of the vectors in the error.
 
     Raises:
         IncompatibleSpaceError: Both are fingerprints, or both are spaces, and they differ.
@@ -700,13 +700,15 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
         return
     if first != second:
         raise IncompatibleSpaceError(
-            f"{what}: expected vectors of one model, got vectors of the models {first[:12]}… and "
-            f"{second[:12]}…, which cannot be compared even if their dimension is the same. If it "
-            "is one model, embed both with the same options"
+            f"{error_name}: expected vectors of one model, got vectors of the models "
+            f"{first[:12]}… and {second[:12]}…, which cannot be compared even if their dimension "
+            "is the same. If it is one model, embed both with the same options"
         )
 
 
-def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
+def parse_store_metric(
+    name: str, metrics: Mapping[str, SearchMetric], where: str
+) -> SearchMetric | None:
     """Return the metric that a store names, or None if it names none (an empty text).
 
     Args:
@@ -726,7 +728,7 @@ def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> Sea
     return metrics.get(name)
 
 
-def checked(rows: Rows, dim: int | None, where: str) -> Rows:
+def check_rows(rows: Rows, dim: int | None, where: str) -> Rows:
     """Return `rows` after a check that each vector is finite and has the dimension `dim`.
 
     The same object is returned. Zero vectors pass.
@@ -755,12 +757,12 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
 
 
 # The error of `Reversible.migration_lock`, after the name of the table.
-OTHER_MIGRATION = (
+OTHER_MIGRATION_MESSAGE = (
     "another `nobackfill migrate` writes to this table from another working folder; wait until it "
     "has ended, or stop it with `nobackfill migrate pause --work FOLDER`"
 )
 # Seconds to wait for a migration that was killed a moment ago.
-LOCK_WAIT = 3.0
+LOCK_WAIT_SECONDS = 3.0
 
 
 @contextmanager
@@ -783,9 +785,9 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
     """
     with ExitStack() as locks:
         try:
-            locks.enter_context(durable.lock_file(path, LOCK_WAIT))
+            locks.enter_context(durable.lock_file(path, LOCK_WAIT_SECONDS))
         except BusyError as error:
-            raise BusyError(f"{name}: {OTHER_MIGRATION}") from error
+            raise BusyError(f"{name}: {OTHER_MIGRATION_MESSAGE}") from error
         locks.callback(path.unlink, missing_ok=True)
         yield lambda: None
 
@@ -822,18 +824,18 @@ def lock_by_address(
     return lock_by_file(folder / f".{address}-nobackfill.lock", name)
 
 
-def name_before(column: str) -> str:
+def old_name_after_flip(column: str) -> str:
     """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes. Longer
     names lose their end, between characters.
 
     Two long names may become the same.
     """
     end = b"_before"
-    start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
+    start = column.encode("utf-8", "surrogateescape")[: LONGEST_NAME_BYTES - len(end)]
     return (start.decode("utf-8", "ignore").encode() + end).decode()
 
 
-def text_of(value: object) -> str:
+def value_as_text(value: object) -> str:
     """Return a key or another value as text: bytes decoded from UTF-8, or as their repr; any other
     value by `str`, so None is "None".
     """
@@ -845,7 +847,7 @@ def text_of(value: object) -> str:
     return str(value)
 
 
-def file_name(name: str) -> str:
+def check_file_name(name: str) -> str:
     """Return the name of new vectors after a check that it is a plain file name.
 
     It is returned unchanged, and need not exist. Other characters, such as line ends, pass.
@@ -898,7 +900,7 @@ def read_mark(path: Path) -> object:
         ) from error
 
 
-def repeated(ids: Iterable[str]) -> list[str]:
+def repeated_ids(ids: Iterable[str]) -> list[str]:
     """Return each further occurrence of an id that occurred before, in order; an id that occurs
     three times comes twice. Empty if all differ.
     """
@@ -906,7 +908,9 @@ def repeated(ids: Iterable[str]) -> list[str]:
     return [name for name in ids if name in earlier or earlier.add(name)]  # type: ignore[func-returns-value]
 
 
-def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
+def stack_vectors(
+    vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str
+) -> Vectors:
     """Stack vectors of one dimension into an array.
 
     An id is needed for each vector; more ids are ignored.
@@ -939,13 +943,13 @@ def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where
 
 
 # The error for an HTTP status; any other status means that the request is invalid.
-STATUSES: dict[int, type[NobackfillError]] = {
+HTTP_STATUS_ERRORS: dict[int, type[NobackfillError]] = {
     401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
     500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
 }  # fmt: skip
 
 
-def server_address(place: str, kind: str, key: str) -> SplitResult:
+def parse_server_address(place: str, kind: str, key: str) -> SplitResult:
     """Parse a server's address: https://HOST:PORT, or http:// on this machine.
 
     No connection is made. A path behind the port passes.

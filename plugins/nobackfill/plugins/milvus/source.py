@@ -26,8 +26,8 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     lock_by_address,
-    metric_of,
-    server_address,
+    parse_server_address,
+    parse_store_metric,
 )
 from nobackfill.errors import (
     BusyError,
@@ -105,7 +105,7 @@ def open_client(place: str) -> Any:
                 "database of milvus-lite; a file is open in one process at a time, so stop the "
                 "other one"
             ) from error
-    parts = server_address(place, "milvus", KEY)
+    parts = parse_server_address(place, "milvus", KEY)
     database = parts.path.strip("/")
     if "/" in database:
         raise ConfigurationError(
@@ -706,7 +706,7 @@ class MilvusCollection:
         """
         kind = str(index_of(self._client, self.name, self.vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self.vector))
-        metric, model = metric_of(kind, _METRICS, self.name), self.copy_facts.get("model")
+        metric, model = parse_store_metric(kind, _METRICS, self.name), self.copy_facts.get("model")
         return Facts(f"{self.name}.{self.vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
