@@ -608,9 +608,9 @@ def publish(
         typer.Option(
             "--from",
             metavar="CONVERTER",
-            help="Published map to start from: one more candidate is this map, corrected by --old "
-            "and --new. Name it as for `nobackfill carry --release`. Without this, maps "
-            "are fitted to --old and --new alone.",
+            help="Also try this published map, after a fit of what it misses to --old and --new. "
+            "The best of all maps is written. Name it as for `nobackfill carry --release`. "
+            "Without this, maps are fitted to --old and --new alone.",
         ),
     ] = None,
     root: Root = None,
@@ -827,7 +827,7 @@ def carry(
         typer.Option(
             metavar="PATH",
             help="In place of --column: folder of images, or FILE.jsonl of texts, which are only "
-            "read. The paths in the folder, or the field `id`, are the keys of the store.",
+            "read. The paths in the folder, or the field `id`, must equal the ids in the store.",
         ),
     ] = None,
     flip: Annotated[

@@ -475,6 +475,7 @@ class Solver:
         Raises:
             ValueError: The blocks hold NaN or infinity. There are fewer than 2 groups, or the
                 number of rows is no multiple of `group`.
+            numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
         """
         found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.loo_error / found.output_variance if found.output_variance > 0 else 0.0

@@ -234,7 +234,8 @@ class SyncPlan:
         """Return the mean share of new/new mAP that the routes preserve, weighted by items.
 
         Returns:
-            0 to 1, as the publisher measured it. None if no items are expected, or a route with
+            At least 0, as the publisher measured it; above 1 if migrated items were found better
+            than re-embedded ones. None if no items are expected, or a route with
             items was not measured.
         """
         legs = [leg for leg in self.legs if leg.items]

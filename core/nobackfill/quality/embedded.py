@@ -44,6 +44,12 @@ class EmbeddedListing(ABC):
 
         Raises:
             NotFoundError: No such release.
+            NoEncoderError: The release has no model for this kind of item, images or texts.
+            ConfigurationError: The library for its tokenizer is not installed.
+            VerificationError: A published file differs from its manifest, cannot be loaded, or
+                returns no usable vectors.
+            InvalidInputError: A file is no image.
+            ValueError: The listing is empty.
         """
 
     @abstractmethod
@@ -51,7 +57,7 @@ class EmbeddedListing(ABC):
         """Return vectors of the first release, upgraded along the others.
 
         Args:
-            releases: The source, then the route.
+            releases: The source, then the route; at least one.
             int8: Use int8 files where they exist.
 
         Returns:
@@ -59,7 +65,14 @@ class EmbeddedListing(ABC):
 
         Raises:
             NotFoundError: A release or an upgrade of the route does not exist.
-            InvalidInputError: The route reads side-information that the items lack.
+            NoEncoderError: The source has no model for this kind of item, images or texts.
+            ConfigurationError: The library for its tokenizer is not installed.
+            VerificationError: A published file differs from its manifest, cannot be loaded, or
+                returns no usable vectors.
+            InvalidInputError: The route reads side-information that the items lack, or a file is no
+                image.
+            ValueError: The listing is empty.
+            IndexError: `releases` is empty.
         """
 
     @abstractmethod

@@ -223,7 +223,10 @@ def translated_errors(name: str) -> Iterator[None]:
         ) from error
     except KeyError as error:
         # The local mode's error for a missing point.
-        raise NotFoundError(f"collection {name}: no point has the id {error}") from error
+        raise NotFoundError(
+            f"collection {name}: no point has the id {error}; it may have been deleted meanwhile: "
+            "run the command again"
+        ) from error
     except (ValueError, RuntimeError) as error:
         kind = BusyError if "already accessed" in str(error) else InvalidInputError
         raise kind(f"collection {name}: Qdrant refuses this: {error}") from error
@@ -981,10 +984,11 @@ class QdrantSource:
             vector: its name.
 
         Returns:
-            Rows with float32 [n, dim]. With the metric cosine, vectors have the norm 1.
+            Rows with float32 [n, dim], [0, 0] if no point has the vector. With the metric cosine,
+            vectors have the norm 1.
 
         Raises:
-            InvalidInputError: the vectors differ in dimension.
+            InvalidInputError: the vectors differ in dimension, or one is empty.
         """
         values = (
             (p.id, p.vector.get(vector) if isinstance(p.vector, dict) else p.vector) for p in points

@@ -352,10 +352,11 @@ class VaultBlobs:
 
 
 def _check(blob: Blob) -> None:
-    if not _HEX.match(blob.id) or not _HEX.match(blob.sha256):
-        raise InvalidInputError(
-            "blob: expected an id and a sha256 of 64 hex digits each, got others"
-        )
+    for name, value in (("id", blob.id), ("sha256", blob.sha256)):
+        if not _HEX.match(value):
+            raise InvalidInputError(
+                f"blob: expected 64 lower-case hex digits as its {name}, got {value[:80]!r}"
+            )
     if blob.size > LARGEST_BLOB:
         raise TooLargeError(
             f"blob {blob.id}: expected a size of at most {LARGEST_BLOB} bytes, got {blob.size}; "

@@ -200,6 +200,8 @@ class Collection(Protocol):
         """Upsert copies of items, with their digests and other vectors. It returns once the store
         has them.
 
+        Without records nothing is sent. After an error, some of the items may have been sent.
+
         Args:
             records: n items of the original.
             vectors: Their new vectors, float32 [n, dim].

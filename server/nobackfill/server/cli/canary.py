@@ -129,7 +129,8 @@ def step(
     """Let the release of a canary answer a larger share of the callers.
 
     Without --share and --steps, go to the canary's next step now. With --share alone, the share
-    stays until the next command.
+    stays until the next command. --steps and --every need each other, and the first step
+    holds at once.
 
     It fails if no canary of the release runs, if there is no further step, or if the share would
     shrink.

@@ -93,7 +93,8 @@ def check_lock_order(level: LockLevel, name: str = "") -> None:
         if other > level or (other == level and held_name >= name):
             raise LockOrderError(
                 f"waiting for {level.name} {name!r} while holding {other.name} {held_name!r}; "
-                "take them in the order of nobackfill.server.galleries.hosted.LockLevel"
+                "this is a defect of the gateway, which takes locks in the order of "
+                "nobackfill.server.galleries.hosted.LockLevel: please report it"
             )
 
 

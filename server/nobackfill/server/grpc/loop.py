@@ -637,9 +637,9 @@ class WatchPoller:
         Args:
             key: method and encoded request; it identifies the source.
             make: makes the source's messages; None means that nothing has changed. Used only if the
-                key has no source yet. It is called on a thread of the pump, again whenever watchers
-                have joined.
-            watcher: the watcher; the pump sets its `source`.
+                key has no source yet. It is called on a thread of the poller, again whenever
+                watchers have joined.
+            watcher: the watcher; the poller sets its `source`.
         """
         with self._changed:
             source = self._sources.get(key)
@@ -676,7 +676,7 @@ class WatchPoller:
             self._finish_poll(source)
 
     def _next(self) -> tuple[WatchSource, list[Watcher]] | None:
-        """Wait for the source that is to be polled next; None once the pump is closed."""
+        """Wait for the source that is to be polled next; None once the poller is closed."""
         with self._changed:
             while not self._closing:
                 queue = self._earliest()

@@ -31,7 +31,7 @@ def main() -> None:
     """Run the program of the arguments, and wait for its end; then kill the process group.
 
     This process is killed too, so the program's exit status is lost. SIGTERM is passed on to the
-    program.
+    program. Without arguments, or if the program cannot be started, the group ends at once.
     """
     launcher = os.getpid()
     program = os.fork()

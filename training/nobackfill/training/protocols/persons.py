@@ -226,7 +226,7 @@ def pool_templates(faces: Faces, vectors: Floats) -> Templates:
     if len(vectors) != len(faces.names):
         raise InvalidInputError(
             f"vectors of IJB-C: expected one for each of the {len(faces.names)} faces, got "
-            f"{len(vectors)}"
+            f"{len(vectors)}; embed every face of the protocol, in its order"
         )
     keys = np.stack((faces.templates, faces.media), 1)
     media, place = np.unique(keys, axis=0, return_inverse=True)
