@@ -494,10 +494,14 @@ class CopiedSource:
         if self._store.exists(target.name):
             made = self._store.open_collection(target.name).copy_facts
             if any(made.get(name) != value for name, value in facts.items()):
+                way = (
+                    "remove it with `nobackfill carry --rollback`"
+                    if made.get("of") == self._here.name
+                    else f"it is no copy of {self._here.name!r}, so rename or delete it"
+                )
                 raise AlreadyExistsError(
                     f"{self._here.name}: the collection {target.name!r} exists already, and was "
-                    "not made by this map; choose another --to, or remove it with `nobackfill "
-                    "carry --rollback`"
+                    f"not made by this map; {way}, or with `carry` choose another --to"
                 )
         else:
             model = {"model": target.model} if target.model else {}
