@@ -307,6 +307,27 @@ def killed(store: Chroma, after: int, action: str) -> bool:
         os._exit(1)
 
 
+def test_what_is_written_while_it_goes_back_is_not_lost(
+    store: Chroma, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry(store.open(), TARGET, MAP, flip=True)
+    lead, path, late = chroma.ChromaStore.lead, f"/{description(store)['id']}", ["late"]
+
+    def led_late(self: chroma.ChromaStore, name: str, collection: str) -> None:
+        lead(self, name, collection)
+        # By a program that holds the id of the new collection.
+        while late:
+            upsert(store, path, late.pop(), MADE.new[1])
+
+    monkeypatch.setattr(chroma.ChromaStore, "lead", led_late)
+    with pytest.raises(InvalidInputError, match="1 items were written while"):
+        source_of(store).flip_back("docs_new")
+    assert names(store) == BOTH and set(vectors_of(store)) == {*MADE.ids, "late"}
+    assert source_of(store).flip_state(MAP.digest) == "flipped"
+    store.asked("POST", f"{path}/delete", {"ids": ["late"]})
+    assert source_of(store).flip_back("docs_new") == 0 and names(store) == {"docs"}
+
+
 @pytest.mark.parametrize("action", ["flip", "back"])
 def test_an_exchange_that_is_killed_anywhere_continues_or_is_undone(
     store: Chroma, action: str

@@ -17,6 +17,7 @@ from nobackfill.adopt.sources.flipping import FlippingSource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Flippable, Target, Window
 from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.plugins.milvus.source import MilvusStore
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Milvus
 from tests.adopt.stores import MADE, opened
@@ -79,6 +80,26 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
     with pytest.raises(NotFoundError, match="no flip to 'docs_new' can be undone"):
         live(store).flip_back("docs_new")
+
+
+def test_what_is_written_while_it_goes_back_is_not_lost(
+    store: Milvus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry(live(store), TARGET, MAP, flip=True)
+    lead, late = MilvusStore.lead, ["late"]
+
+    def led_late(self: MilvusStore, name: str, collection: str) -> None:
+        while late:
+            store.put_new(late.pop(), MADE.new[1], "live")
+        lead(self, name, collection)
+
+    monkeypatch.setattr(MilvusStore, "lead", led_late)
+    with pytest.raises(InvalidInputError, match="1 items were written while"):
+        live(store).flip_back("docs_new")
+    assert led_to(store) == "docs_new" and len(vectors_of(live(store))) == 231
+    assert live(store).flip_state(MAP.digest) == "flipped"
+    store.client.delete("live", ids=["late"])
+    assert live(store).flip_back("docs_new") == 0 and led_to(store) == "docs"
 
 
 def test_the_old_collection_is_dropped_and_the_next_migration_begins(store: Milvus) -> None:

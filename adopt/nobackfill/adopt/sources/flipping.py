@@ -336,8 +336,8 @@ class FlippingSource(CopiedSource):
 
         Raises:
             NotFoundError: There is no original, or the name does not lead to `to`.
-            InvalidInputError: Items were written since the flip, and `lose` is False; nothing is
-                changed. The server refuses the request.
+            InvalidInputError: Items were written since the flip, also during this call, and `lose`
+                is False; the name leads to the copy then. The server refuses the request.
             UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
             NotPermittedError: The server refuses the key.
@@ -348,7 +348,7 @@ class FlippingSource(CopiedSource):
             raise NotFoundError(
                 f"{self._name}: no old vectors, so that no flip to {to!r} can be undone"
             )
-        losses, gone = 0, list[Any]()
+        losses, gone, digests = 0, list[Any](), list[NDArray[np.uint64]]()
         for window in original.windows(_PAGE):
             old = {one.key: one for one in original.records(window)}
             notes = copy.digests(window)
@@ -359,6 +359,7 @@ class FlippingSource(CopiedSource):
                 if key not in old or not _is_unchanged(old[key], one, notes.get(key, ""))
             }
             losses += len(written)
+            digests.append(_short(list(new.values())))
             gone += [key for key in old if key in written or key not in new]
         if losses and not lose:
             raise InvalidInputError(
@@ -369,9 +370,34 @@ class FlippingSource(CopiedSource):
             original.remove(gone)
         self._store.note(copy.name, {_FLIP: _BACK})
         self._store.lead(self._name, original.name)
+        if not lose:
+            self._refuse_writes_since(np.concatenate(digests), copy)
         self._here = self._led = original
         self._store.drop(copy.name)
         return losses
+
+    def _refuse_writes_since(self, digests: NDArray[np.uint64], copy: Collection) -> None:
+        """Let the name lead to the copy again if programs wrote it before the name led away.
+
+        Args:
+            digests: Short digests of the items that it had when it was compared.
+            copy: The copy.
+
+        Raises:
+            InvalidInputError: They did.
+        """
+        losses = sum(
+            int((~np.isin(_short(copy.records(window)), digests)).sum())
+            for window in copy.windows(_PAGE)
+        )
+        if losses:
+            self._store.lead(self._name, copy.name)
+            self._store.note(copy.name, {_FLIP: _DONE})
+            raise InvalidInputError(
+                f"{self._name}: {losses} items were written while the migration was taken back; "
+                "nothing was taken back. Stop the programs that write, and run it again; or run it "
+                "with --yes to lose these items"
+            )
 
     def drop_old(self) -> None:
         """Delete the original after a flip; the flip cannot be undone then.
