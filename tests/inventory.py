@@ -59,7 +59,7 @@ _FIT = (
     f"{_APP}.verdict:Verdict",
     f"{_APP}.verdict:Way",
     f"{_APP}.verdict:CurvePoint",
-    f"{_APP}.judgement:HealingCurves",
+    f"{_APP}.judgement:LazyReembeddingCurves",
 )
 JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client add": (f"{_CLIENT}.cli.galleries:add", f"{_CLIENT}.cli.galleries:add_texts"),
@@ -160,7 +160,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "a training's configuration": (f"{_TRAINING}.config:Config",),
     "audit.jsonl": (f"{_SERVER}.state:AuditEntry",),
     "state.json": (f"{_SERVER}.state:State",),
-    "the file of converter publish --card": (f"{_APP}.converters:Card",),
+    "the file of converter publish --card": (f"{_APP}.converters:ConverterCard",),
     "the file of gateway serve --settings": (f"{_SERVER}.settings:Settings",),
 }
 

@@ -31,12 +31,17 @@ from bench.adoption.pictures import embedded as embedded_pictures
 from bench.adoption.texts import Embedded, embedded
 from demo.adoption import lite
 from demo.adoption.pictures import found as cut_tiles
-from nobackfill.adopt.converters import Card, converter_evidence, map_to_onnx, model_card
+from nobackfill.adopt.converters import (
+    ConverterCard,
+    converter_evidence,
+    describe_model,
+    map_to_onnx,
+)
 from nobackfill.adopt.embedding import open_embedder
-from nobackfill.adopt.fitting import VERDICT
+from nobackfill.adopt.fitting import VERDICT_FACT
 from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.judgement import Figures, Queries, measure_figures, query_item_distances
-from nobackfill.adopt.maps import OLD_NORM, Map, load_map, save_map
+from nobackfill.adopt.maps import OLD_NORM_FACT, Map, load_map, save_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.errors import AlreadyExistsError, NobackfillError
@@ -380,8 +385,8 @@ def _make(pair: Pair) -> dict[str, Any]:
     pairs, verdict = fit(pair.fitted)
     held_out = measure(verdict.map, verdict.joining, pair.other)
     embedders = [open_embedder(str(file)) for file in pair.files]
-    mapping = verdict.map.of_models(embedders[0].fingerprint, embedders[1].fingerprint)
-    card = Card.model_validate(
+    mapping = verdict.map.with_model_names(embedders[0].fingerprint, embedders[1].fingerprint)
+    card = ConverterCard.model_validate(
         {
             **{
                 side: {"name": model.name, "licence": model.licence, "model": str(file)}
@@ -392,7 +397,7 @@ def _make(pair: Pair) -> dict[str, Any]:
         }
     )
     models = [
-        model_card(one, vectors, embedder.fingerprint, one.name)
+        describe_model(one, vectors, embedder.fingerprint, one.name)
         for one, vectors, embedder in zip(
             (card.old, card.new), (pairs.old, pairs.new), embedders, strict=True
         )
@@ -400,9 +405,9 @@ def _make(pair: Pair) -> dict[str, Any]:
     folder = FOLDER / pair.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    facts = mapping.facts | {VERDICT: best_way(held_out["signs"])}
+    facts = mapping.facts | {VERDICT_FACT: best_way(held_out["signs"])}
     if models[0].unit:
-        facts[OLD_NORM] = "1"
+        facts[OLD_NORM_FACT] = "1"
     save_map(folder / "map.npz", replace(mapping, facts=facts))
     save_rank_fusion(folder / "joining.npz", verdict.joining)
     (folder / "joining.npz").chmod(0o644)

@@ -15,7 +15,7 @@ from nobackfill.adopt.judgement import (
     measure_figures,
     query_item_distances,
 )
-from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
+from nobackfill.adopt.maps import LEAVE_ONE_OUT_ROWS, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Floats, Moments, split_into_blocks
 from nobackfill.serving.fusion import Block, measure_hubs
@@ -75,7 +75,7 @@ def _ways(
     unit = is_unit(pairs.new)
     blocks = split_into_blocks(pairs.old, pairs.new)
     straight = {
-        "ridge": ridge.fit_ridge(blocks, sample=LEFT_OUT),
+        "ridge": ridge.fit_ridge(blocks, sample=LEAVE_ONE_OUT_ROWS),
         "ridge, fixed": ridge.solve_ridge(Moments.from_blocks(blocks()), FIXED),
     }
     carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}

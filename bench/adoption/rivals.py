@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nobackfill.adopt.crossfit import correct_converter
 from nobackfill.adopt.judgement import Queries, figures_from_vectors
 from nobackfill.adopt.maps import Map, fit_maps
-from nobackfill.adopt.pairs import Pairs, clusters
+from nobackfill.adopt.pairs import Pairs, cluster_vectors
 from nobackfill.ridge import Doubles
 from nobackfill.vectors import Vectors, normalise
 
@@ -83,7 +83,7 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
         whole = fit_maps(some.old, some.new, kinds=["affine"])["affine"]
 
         def fitted(count: float) -> Carrier:
-            cluster = clusters(some.old, int(count), np.random.default_rng(seed))
+            cluster = cluster_vectors(some.old, int(count), np.random.default_rng(seed))
             parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
             parts = [part for part in parts if len(part) > 10]
             centres = normalise(np.stack([some.old[part].mean(0) for part in parts]))

@@ -14,7 +14,7 @@ from nobackfill.adopt.judgement import (
     ORDERS,
     SHARES,
     Figures,
-    Gallery,
+    JudgedGallery,
     PerQuery,
     Queries,
     figures_from_distances,
@@ -25,7 +25,15 @@ from nobackfill.adopt.judgement import (
 )
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import ADAPTER, AS_GOOD, WAYS, Cost, Verdict, choose_map, decide
+from nobackfill.adopt.verdict import (
+    ADAPTER_OPTION,
+    AS_GOOD_SHARE,
+    WAYS,
+    Cost,
+    Verdict,
+    choose_map,
+    decide,
+)
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
@@ -57,7 +65,7 @@ class Trial:
             for way, ones in truth.items()
         }
         lost = {way for way in WAYS if set(worse[way]) & set(KNOWN)}
-        least = {f: AS_GOOD * best[f].mean() for f in KNOWN}
+        least = {f: AS_GOOD_SHARE * best[f].mean() for f in KNOWN}
         kept = [way for way in WAYS if all(truth[way][f].mean() >= least[f] for f in KNOWN)]
         right = "stay" if "re-embed" in lost else next(way for way in kept if way not in lost)
         told = {way.name: way.figures for way in said.ways}
@@ -87,13 +95,13 @@ class Trial:
         every, queries = self.gallery_of(self.rest), self.queries_of(self.rest)
         found = judge_fusion(every, queries, self.said.joining)
         adapted = query_item_distances(self.said.adapter(queries.new), every.old)
-        found[ADAPTER] = figures_from_distances(adapted, self.pairs_of(self.rest), queries)
+        found[ADAPTER_OPTION] = figures_from_distances(adapted, self.pairs_of(self.rest), queries)
         if self.labels is not None:
             relevance = of_class(self.labels[self.rest])
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, own=True)
             adapted = query_item_distances(self.said.adapter(every.new), every.old)
-            blocks = rank_by_option(every, asked, self.said.joining) | {ADAPTER: adapted}
+            blocks = rank_by_option(every, asked, self.said.joining) | {ADAPTER_OPTION: adapted}
             for way, block in blocks.items():
                 found[way] |= by_class(block, relevance)
         return found
@@ -137,7 +145,7 @@ class Trial:
             rows.append(row)
         return rows
 
-    def scores(self, gallery: Gallery, asked: Queries) -> tuple[Block, Block]:
+    def scores(self, gallery: JudgedGallery, asked: Queries) -> tuple[Block, Block]:
         """Of items as carried ones and as native ones, [q, g], larger is better: as
         nobackfill.serve ranks."""
         joining = self.said.joining
@@ -163,10 +171,10 @@ class Trial:
         old, new = self.old.bodies[part], self.new.bodies[part]
         return Pairs([str(row) for row in range(len(old))], old, new)
 
-    def gallery_of(self, part: slice | NDArray[np.int64]) -> Gallery:
+    def gallery_of(self, part: slice | NDArray[np.int64]) -> JudgedGallery:
         """Carried by the verdict's map."""
         old = self.old.bodies[part]
-        return Gallery(old, self.said.map(old), self.new.bodies[part])
+        return JudgedGallery(old, self.said.map(old), self.new.bodies[part])
 
     def queries_of(self, part: slice) -> Queries:
         old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))

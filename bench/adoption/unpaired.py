@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import Map
-from nobackfill.adopt.pairs import clusters
+from nobackfill.adopt.pairs import cluster_vectors
 from nobackfill.vectors import Vectors, normalise
 
 # Draws of anchors, anchors a draw, starts of a matching: half as many and a third of the author's.
@@ -39,7 +39,7 @@ def without_pairs(old: Vectors, new: Vectors, seed: int = 0) -> Map:
 
 
 def _centres(vectors: Vectors, rng: np.random.Generator) -> Vectors:
-    found = clusters(vectors, _ANCHORS, rng)
+    found = cluster_vectors(vectors, _ANCHORS, rng)
     return np.stack([vectors[found == one].mean(0) for one in range(found.max() + 1)])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of_class
 from bench.adoption.trial import Trial
 from bench.harness import Row
-from nobackfill.adopt.judgement import Gallery, Queries, query_item_distances
+from nobackfill.adopt.judgement import JudgedGallery, Queries, query_item_distances
 from nobackfill.metrics.backfill import DistanceLine
 from nobackfill.metrics.ranking import Ranking
 from nobackfill.quality.retrieval import CellFigures
@@ -51,7 +51,7 @@ def classes(trial: Trial) -> list[Row]:
     ]
 
 
-def _line(gallery: Gallery, labels: Labels) -> DistanceLine:
+def _line(gallery: JudgedGallery, labels: Labels) -> DistanceLine:
     carried, native = (_nearest(gallery.new, one) for one in (gallery.migrated, gallery.new))
     return fit_distance_line(carried, native, of_class(labels))
 

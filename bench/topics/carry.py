@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bench.harness import Bench, Contender, Table, compared, interleave, seconds
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import Map
-from nobackfill.adopt.pairs import WINDOW
+from nobackfill.adopt.pairs import WINDOW_ITEMS
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.vectors import Vectors, normalise
@@ -43,7 +43,7 @@ Way = Callable[[str, Connection, int, int, Map], None]
 
 def run(bench: Bench) -> list[Table]:
     """Each way in turn, each round in a fresh copy of the table."""
-    size, window = bench.size(300, 100_000, 1_000_000), bench.size(100, WINDOW, WINDOW)
+    size, window = bench.size(300, 100_000, 1_000_000), bench.size(100, WINDOW_ITEMS, WINDOW_ITEMS)
     rng = np.random.default_rng(0)
     weight = np.linalg.qr(rng.standard_normal((DIM, DIM)))[0].astype(np.float32)
     mapping = Map("procrustes", weight, np.zeros(DIM, np.float32), unit=True)
@@ -76,8 +76,8 @@ def run(bench: Bench) -> list[Table]:
 def _fill(connection: Connection, size: int, rng: np.random.Generator) -> None:
     connection.execute("CREATE EXTENSION vector")
     _run(connection, "CREATE TABLE original (id bigint, embedding vector(384))")
-    for first in range(0, size, WINDOW):
-        count = min(WINDOW, size - first)
+    for first in range(0, size, WINDOW_ITEMS):
+        count = min(WINDOW_ITEMS, size - first)
         vectors = normalise(rng.standard_normal((count, DIM)).astype(np.float32))
         _write(connection, "COPY original FROM STDIN (FORMAT BINARY)",
                _rows(np.arange(first, first + count), vectors))  # fmt: skip

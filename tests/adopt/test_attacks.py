@@ -30,7 +30,7 @@ from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
 from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource
+from nobackfill.adopt.sources.parquet import MODEL, ROLE_KEY, SECONDS_KEY, ParquetSource
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -345,14 +345,14 @@ def test_the_time_of_an_item_is_that_of_the_quickest_large_file(tmp_path: Path) 
     folder.mkdir()
     for name, rows, seconds in (("a", 40, b"0.5"), ("b", 40, b"0.1"), ("c", 3, b"0.001")):
         file = write_parquet(folder / f"{name}.parquet", MADE.ids[:rows], MADE.old[:rows])
-        pq.write_table(pq.read_table(file).replace_schema_metadata({SECONDS: seconds}), file)
+        pq.write_table(pq.read_table(file).replace_schema_metadata({SECONDS_KEY: seconds}), file)
     assert ParquetSource(folder).seconds_per_item() == 0.1
 
 
 def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Path) -> None:
     table = pq.read_table(write_parquet(tmp_path / "a.parquet", MADE.ids, MADE.old))
     for seconds in (b"\xff", b"1e400", b"nan"):
-        said = {SECONDS: seconds, MODEL: b"\xff", READS: b"\xff"}
+        said = {SECONDS_KEY: seconds, MODEL: b"\xff", ROLE_KEY: b"\xff"}
         pq.write_table(table.replace_schema_metadata(said), tmp_path / "a.parquet")
         source = ParquetSource(tmp_path / "a.parquet")
         assert source.seconds_per_item() is None

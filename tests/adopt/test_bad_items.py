@@ -119,7 +119,7 @@ def test_a_text_that_an_endpoint_refuses_is_named_and_left_out(
     refused: dict[str, str] = {}
     with serving(rule) as (url, asked):
         made = embed_into(
-            tmp_path / "out", items, Endpoint(url, "m"), batch=8, refuse=refused.__setitem__
+            tmp_path / "out", items, Endpoint(url, "m"), batch=8, on_failure=refused.__setitem__
         )
     assert made == 40 and kept(tmp_path / "out") == set(items.ids) - {"20", "41"}
     assert refused.keys() == {"20", "41"}
@@ -242,7 +242,7 @@ def test_a_function_that_fails_on_an_item(tmp_path: Path, monkeypatch: pytest.Mo
     items = ItemList("text", [str(number) for number in range(40)], TEXTS)
     refused: dict[str, str] = {}
     model = open_embedder("failing:embed")
-    assert embed_into(tmp_path / "out", items, model, refuse=refused.__setitem__) == 39
+    assert embed_into(tmp_path / "out", items, model, on_failure=refused.__setitem__) == 39
     assert refused == {
         "7": "failing:embed: the function raised ValueError in line 2 of failing.py (seven)"
     }

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from nobackfill.adopt.crossfit import add_queries, strength
+from nobackfill.adopt.crossfit import append_queries_as_pairs, choose_strength
 from nobackfill.adopt.judgement import Queries
-from nobackfill.adopt.maps import Solver, Strength, fit_maps
+from nobackfill.adopt.maps import AffineStrength, MapSolver, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import choose_map
 from nobackfill.ridge import Moments, split_into_blocks
@@ -14,7 +14,7 @@ from tests.adopt.made import world
 
 MADE = world(260, unseen=8)
 PAIRS = Pairs(MADE.ids[:50], MADE.old[:50], MADE.new[:50])
-ASKED = MADE.queries.part(np.flatnonzero(MADE.answers < 50))
+ASKED = MADE.queries.select(np.flatnonzero(MADE.answers < 50))
 
 
 def test_queries_are_fitted_on_where_others_of_them_are_found_better() -> None:
@@ -45,14 +45,14 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     pairs = Pairs([str(row) for row in range(40)], old[:40], new[:40])
     noise = 0.05 * rng.normal(size=(2, 40, 48)).astype(np.float32)
     asked = Queries(pairs.old + noise[0], pairs.new + noise[1], np.arange(40), own=False)
-    rows = add_queries(pairs, asked)
+    rows = append_queries_as_pairs(pairs, asked)
     moments = Moments.from_blocks(split_into_blocks(rows.old, rows.new)())
-    chosen = strength(rows, np.arange(40), moments)
-    alone = Solver(moments).strength(split_into_blocks(rows.old, rows.new))
+    chosen = choose_strength(rows, np.arange(40), moments)
+    alone = MapSolver(moments).strength(split_into_blocks(rows.old, rows.new))
 
-    def error(found: Strength) -> float:
+    def error(found: AffineStrength) -> float:
         straight = replace(found, rotation_share=0)
-        carry = Solver(moments).maps(straight, False, ["affine"])["affine"]
+        carry = MapSolver(moments).maps(straight, False, ["affine"])["affine"]
         return float(np.square(carry(old[40:]) - new[40:]).sum())
 
     assert error(chosen) < 0.9 * error(alone)

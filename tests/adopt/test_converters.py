@@ -19,16 +19,16 @@ from nobackfill.adopt.converters import (
     map_from_onnx,
     map_to_onnx,
     open_converter,
-    publish,
+    publish_map_as_converter,
     read_card,
 )
 from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, correct_converter, cross_fit_candidates
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.judgement import item_queries
+from nobackfill.adopt.judgement import sample_item_queries
 from nobackfill.adopt.maps import Map, fit_maps, load_map
 from nobackfill.adopt.pairs import Pairs, match
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import MODEL, table_bytes
+from nobackfill.adopt.sources.parquet import MODEL, vectors_to_parquet
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime
@@ -82,7 +82,7 @@ ROOT = ("--root", "maps/1.root.json")
 def write(path: Path, vectors: Vectors, model: str | None) -> None:
     said = {} if model is None else {MODEL: model.encode()}
     ids = pa.array([f"item-{row}" for row in range(len(vectors))])
-    path.write_bytes(table_bytes("id", ids, "vector", vectors, said))
+    path.write_bytes(vectors_to_parquet("id", ids, "vector", vectors, said))
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
 
     def again() -> object:
         models = (old.facts().model, new.facts().model)
-        return publish(tmp_path / "maps", verdict, pairs, models, card)
+        return publish_map_as_converter(tmp_path / "maps", verdict, pairs, models, card)
 
     def seen() -> list[int]:
         verify_publication(tmp_path / "maps")
@@ -242,7 +242,9 @@ def test_a_map_with_a_network_is_published_and_opened(run: Run, tmp_path: Path) 
     verdict = decide(pairs, Cost(120, None, None, 1e-6))
     verdict = replace(verdict, map=layered(verdict.map))
     models = (old.facts().model, new.facts().model)
-    made = publish(tmp_path / "maps", verdict, pairs, models, read_card(Path("card.json")))
+    made = publish_map_as_converter(
+        tmp_path / "maps", verdict, pairs, models, read_card(Path("card.json"))
+    )
     opened = open_converter(f"maps#{made.converter}", root=Path("maps/1.root.json"))
     assert opened.mapping.digest == verdict.map.digest
     np.testing.assert_array_equal(opened.mapping(pairs.old), verdict.map(pairs.old))
@@ -266,7 +268,7 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
 
     both, alone = correct_converter(prior, own), fit_maps(own.old, own.new)["affine"]
     assert error(both) < min(error(prior), error(alone))
-    found = cross_fit_candidates(own, [item_queries(own)], prior)
+    found = cross_fit_candidates(own, [sample_item_queries(own)], prior)
     assert {CONVERTER, CORRECTED, "affine"} <= set(found)
     np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
 

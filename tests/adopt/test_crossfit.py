@@ -14,9 +14,9 @@ from nobackfill.adopt.judgement import (
     Queries,
     figures_from_distances,
     figures_from_vectors,
-    item_queries,
+    sample_item_queries,
 )
-from nobackfill.adopt.maps import KINDS, fit_maps
+from nobackfill.adopt.maps import MAP_KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors, normalise
 
@@ -56,7 +56,7 @@ def told(held: CrossFit, pairs: Pairs, asked: Queries, figure: str) -> float:
 def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
     """A map that learnt an item by heart would find it; rivals whose maps have seen it are bent
     towards what asks for it, and stand before it."""
-    before: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    before: dict[str, list[float]] = {kind: [] for kind in MAP_KINDS}
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
         for kind, held in cross_fit(pairs, [asked]).items():
@@ -94,7 +94,7 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
 @pytest.mark.slow
 def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
     pairs, asked = world(90, 0, share=0.5)
-    alike = item_queries(pairs)
+    alike = sample_item_queries(pairs)
     both = cross_fit(pairs, [asked, alike])
     for place, alone in enumerate((asked, alike)):
         for kind, held in cross_fit(pairs, [alone]).items():

@@ -123,7 +123,7 @@ def test_images_are_scaled_as_declared(tmp_path: Path, size: int | str) -> None:
 def test_a_run_goes_on_and_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.adopt.embedding.vector_folder.PART", 20)
+    monkeypatch.setattr("nobackfill.adopt.embedding.vector_folder.PART_ITEMS", 20)
     items = read_items(str(write_lines(tmp_path / "t.jsonl", texts(50))), column="text")
     model = open_embedder(str(text_model(tmp_path / "m", 0)))
     calls = 0

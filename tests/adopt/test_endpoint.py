@@ -12,7 +12,7 @@ import pytest
 
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding import endpoint
-from nobackfill.adopt.embedding.endpoint import KEY, Endpoint
+from nobackfill.adopt.embedding.endpoint import KEY_VARIABLE, Endpoint
 from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -72,7 +72,7 @@ def serving(script: Script) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def test_texts_are_asked_in_batches_and_answers_put_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
     items = ItemList("text", [str(n) for n in range(5)], ["a" * (n + 1) for n in range(5)])
     with serving(lambda _, body: (200, {}, vectors(body))) as (url, asked):
         embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch=2)
@@ -120,7 +120,7 @@ def test_a_busy_endpoint_is_waited_for_as_it_asks(monkeypatch: pytest.MonkeyPatc
 def test_what_was_embedded_before_it_gave_up_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.adopt.embedding.vector_folder.PART", 4)
+    monkeypatch.setattr("nobackfill.adopt.embedding.vector_folder.PART_ITEMS", 4)
     items = ItemList("text", [str(n) for n in range(10)], ["a"] * 10)
     gives_up = True
 
@@ -150,7 +150,7 @@ def test_other_dimensions_than_before_are_refused() -> None:
 @pytest.mark.parametrize(
     ("status", "content", "error", "words"),
     [
-        (401, b"", NotPermittedError, KEY),
+        (401, b"", NotPermittedError, KEY_VARIABLE),
         (400, b"too long", InvalidInputError, "answers 400: too long"),
         (302, b"", InvalidInputError, "answers 302"),
         (200, b"<html>", InvalidInputError, "in the shape of OpenAI's"),

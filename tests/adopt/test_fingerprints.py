@@ -18,7 +18,7 @@ from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into
 from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import MODEL, table_bytes
+from nobackfill.adopt.sources.parquet import MODEL, vectors_to_parquet
 from nobackfill.digests import space_id
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.gallery.spec import SpaceSpec
@@ -154,7 +154,7 @@ def test_a_function_may_name_its_model(tmp_path: Path, monkeypatch: pytest.Monke
 def written(path: Path, vectors: Vectors, model: str, rows: list[int] | None = None) -> str:
     path.parent.mkdir(exist_ok=True)
     ids = pa.array([f"item-{row}" for row in rows or range(len(vectors))])
-    path.write_bytes(table_bytes("id", ids, "vector", vectors, {MODEL: model.encode()}))
+    path.write_bytes(vectors_to_parquet("id", ids, "vector", vectors, {MODEL: model.encode()}))
     return str(path)
 
 

@@ -17,7 +17,7 @@ from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
-from nobackfill.adopt.judgement import Queries, item_queries, query_item_distances
+from nobackfill.adopt.judgement import Queries, query_item_distances, sample_item_queries
 from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import inspect, match, read_all
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -296,7 +296,7 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     new = open_source(str(write_parquet(tmp_path / "new.parquet", ids, NEW)))
     source = open_searchable(f"{address}#docs")
     pairs = match(source, new).pairs
-    assert pairs.metric == item_queries(pairs).metric == "inner_product"
+    assert pairs.metric == sample_item_queries(pairs).metric == "inner_product"
     # Longer items are nearer by the inner product alone.
     products = query_item_distances(MADE.queries_new, pairs.new, pairs.metric)
     np.testing.assert_allclose(products, -MADE.queries_new @ pairs.new.T, atol=1e-5)

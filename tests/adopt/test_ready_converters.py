@@ -16,7 +16,7 @@ from nobackfill.adopt.converters import map_to_onnx, open_converter, open_map_fo
 from nobackfill.adopt.joining import load_rank_fusion
 from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_map
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import MODEL, table_bytes
+from nobackfill.adopt.sources.parquet import MODEL, vectors_to_parquet
 from nobackfill.digests import sha256_bytes
 from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.release.manifest import PublishedFile, parse_converter
@@ -37,7 +37,7 @@ def unit(count: int, dim: int, seed: int = 0) -> Vectors:
 def store(path: Path, vectors: Vectors, model: str | None) -> Path:
     metadata = {} if model is None else {MODEL: model.encode()}
     ids = pa.array([f"item-{row}" for row in range(len(vectors))])
-    path.write_bytes(table_bytes("id", ids, "vector", vectors, metadata))
+    path.write_bytes(vectors_to_parquet("id", ids, "vector", vectors, metadata))
     return path
 
 

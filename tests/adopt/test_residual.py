@@ -11,7 +11,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.converters import map_to_onnx
 from nobackfill.adopt.maps import (
-    RESIDUAL,
+    RESIDUAL_KIND,
     Map,
     fit_maps,
     load_map,
@@ -58,7 +58,7 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
     np.testing.assert_allclose(found(pairs.old), pairs.new, atol=1e-4)
     save_map(tmp_path / "map.npz", found)
     again = load_map(tmp_path / "map.npz")
-    assert (again.kind, again.digest, again.facts) == (RESIDUAL, found.digest, found.facts)
+    assert (again.kind, again.digest, again.facts) == (RESIDUAL_KIND, found.digest, found.facts)
     assert found.digest != straight.digest
     np.testing.assert_array_equal(again(pairs.old), found(pairs.old))
     session = onnxruntime.InferenceSession(map_to_onnx(found))
@@ -70,8 +70,8 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
 def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
     pairs = folded(200)
     found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=sizes)
-    assert found.map.kind == RESIDUAL
-    assert found.candidates[RESIDUAL] > 0.99 > found.candidates["affine"] + 0.2
+    assert found.map.kind == RESIDUAL_KIND
+    assert found.candidates[RESIDUAL_KIND] > 0.99 > found.candidates["affine"] + 0.2
     assert found.curve == []
 
     def learns_by_heart(
@@ -86,8 +86,8 @@ def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
         ]
 
     found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=learns_by_heart)
-    assert found.map.kind != RESIDUAL
-    assert found.candidates[RESIDUAL] < found.candidates["affine"]
+    assert found.map.kind != RESIDUAL_KIND
+    assert found.candidates[RESIDUAL_KIND] < found.candidates["affine"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_who_cannot_train_is_named() -> None:
         with pytest.raises(NotFoundError, match="cannot be imported"):
             open_trainer(name)
     with pytest.raises(InvalidInputError, match="expected a function"):
-        open_trainer("nobackfill.adopt.maps:RESIDUAL")
+        open_trainer("nobackfill.adopt.maps:RESIDUAL_KIND")
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_fit_and_carry_by_a_trained_map(
         main()
     assert ended.value.code == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["chosen"] == RESIDUAL
+    assert told["chosen"] == RESIDUAL_KIND
     mapping = load_map(file)
     source = open_source(str(old))
     target = Target("new", 16, mapping.digest)

@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.adopt.pairs import coverage, inspect, read_all, sample, sample_source
+from nobackfill.adopt.pairs import (
+    inspect,
+    measure_coverage,
+    read_all,
+    sample,
+    sample_source,
+)
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
@@ -94,7 +100,7 @@ def test_items_of_queries_are_in_the_sample_of_a_large_store(
 def test_coverage_is_that_of_the_whole_store(large: tuple[ArraySource, np.ndarray]) -> None:
     source, _ = large
     sampling = sample_source(source, 1000)
-    found = coverage(source, sampling)
+    found = measure_coverage(source, sampling)
     # Measured over all items, without the code under test.
     vectors = read_all(source).vectors
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -10,7 +10,13 @@ import pytest
 from nobackfill.adopt import judgement
 from nobackfill.adopt.crossfit import cross_fit
 from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
-from nobackfill.adopt.judgement import Figures, Gallery, Queries, judge, valley
+from nobackfill.adopt.judgement import (
+    Figures,
+    JudgedGallery,
+    Queries,
+    judge_options,
+    valley_depth,
+)
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import (
     Cost,
@@ -19,7 +25,7 @@ from nobackfill.adopt.verdict import (
     Way,
     choose_option,
     decide,
-    gain_of_doubling,
+    gain_of_doubling_pairs,
 )
 from nobackfill.errors import InvalidInputError
 from nobackfill.serving.fusion import FittedRankFusion, OddsLine
@@ -45,7 +51,7 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     assert set(found.healing.calibrated) == set(found.healing.raw) == set(figures(found, "stay"))
     for curve in found.healing.calibrated.values():
         assert len(curve) == 11
-        assert valley(curve) <= 0.01
+        assert valley_depth(curve) <= 0.01
     # Who was found while all was carried helps to be found by the new model's own vector, too.
     assert figures(found, "lazily")["MRR"] >= figures(found, "re-embed")["MRR"] - 0.01
     end = found.healing.calibrated["MRR"][-1]
@@ -240,7 +246,7 @@ def test_two_models_are_never_named_below_the_better_of_map_and_new_model(
         Way(name, {"MRR": one}, (), ("MRR",) if name != "stay" else (), 0.1, 1e6)
         for name, one in found.items()
     ]
-    # Of AS_GOOD either would do.
+    # Of AS_GOOD_SHARE either would do.
     assert choose_option(ways, "MRR", items_available=True)[0] == way
 
 
@@ -286,7 +292,7 @@ def test_without_queries_it_holds_for_similar_things_and_says_so() -> None:
 
 def test_figures_are_those_of_a_slow_loop() -> None:
     made = world(60)
-    ways = judge(Gallery(made.old, made.new, made.new), made.queries).ways
+    ways = judge_options(JudgedGallery(made.old, made.new, made.new), made.queries).ways
     for query, answer in enumerate(made.answers[:20]):
         nearness = made.old @ made.queries_old[query]
         place = int((nearness > nearness[answer]).sum()) + 1
@@ -303,7 +309,7 @@ def test_the_weight_is_not_judged_on_what_it_was_chosen_by() -> None:
     made = world(200)
     rng = np.random.default_rng(3)
     noise = rng.normal(size=made.new.shape).astype(np.float32)
-    judged = judge(Gallery(made.old, noise, made.new), made.queries)
+    judged = judge_options(JudgedGallery(made.old, noise, made.new), made.queries)
     ways = judged.ways
     assert judged.joining.new_weight == 0
     assert ways["both"]["MRR"].mean() <= ways["stay"]["MRR"].mean() + 1e-6
@@ -318,17 +324,17 @@ def test_more_pairs_bring_more_and_the_next_doubling_is_told() -> None:
     found = decide(noisy.pairs, SLOW, noisy.queries)
     assert [point.pairs for point in found.curve] == [60, 120, 240, 480]
     assert found.curve[-1].figure > found.curve[0].figure
-    assert gain_of_doubling(
+    assert gain_of_doubling_pairs(
         [CurvePoint(1, 0.2), CurvePoint(2, 0.3), CurvePoint(4, 0.35)]
     ) == pytest.approx(0.025)
-    assert gain_of_doubling([CurvePoint(1, 0.2)]) is None
+    assert gain_of_doubling_pairs([CurvePoint(1, 0.2)]) is None
 
 
 def test_too_few_queries_are_refused() -> None:
     made = world(20)
     for count in (0, 1):
         with pytest.raises(InvalidInputError, match=f"at least 2 queries, .*, got {count};"):
-            decide(made.pairs, SLOW, made.queries.part(np.arange(count)))
+            decide(made.pairs, SLOW, made.queries.select(np.arange(count)))
 
 
 @pytest.mark.parametrize("count", [0, 1, 9])
@@ -353,8 +359,8 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     hub = rng.random(400) < 0.1
     carried = normalise(items + np.where(hub, 2, 1)[:, None].astype(np.float32) * shared)
     asked = normalise(normalise(items[:200] + 1.2 * drawn(200)) + shared)
-    gallery = Gallery(drawn(400), carried, normalise(items + shared))
-    judged = judge(gallery, Queries(drawn(200), asked, answers, own=False))
+    gallery = JudgedGallery(drawn(400), carried, normalise(items + shared))
+    judged = judge_options(gallery, Queries(drawn(200), asked, answers, own=False))
     assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
     save_rank_fusion(tmp_path / "j.npz", judged.joining)
     kept = load_rank_fusion(tmp_path / "j.npz")
@@ -411,7 +417,7 @@ def test_hubs_that_the_new_model_has_too_are_left(seed: int) -> None:
         for one in (old, by_old)
     )
     queries = Queries(by_old, by_new, np.arange(0, 800, 4), own=False)
-    ways = judge(Gallery(old, old, new), queries).ways
+    ways = judge_options(JudgedGallery(old, old, new), queries).ways
     kept = {name: float(one["agreement@10"].mean()) for name, one in ways.items()}
     assert kept["both"] >= max(kept["map"], kept["stay"]) - 0.02
 
@@ -422,20 +428,20 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     query to query, and by the old model otherwise than by the new one. As it is served, to queries
     that chose nothing."""
     made = kinds(600, 400, seed=seed)
-    chose, others = (made.queries.part(np.arange(first, 400, 2)) for first in (0, 1))
+    chose, others = (made.queries.select(np.arange(first, 400, 2)) for first in (0, 1))
     held = cross_fit(made.pairs, [made.queries], ["affine"])["affine"]
-    gallery = Gallery(made.old, held.vectors, made.new)
-    judged = judge(gallery, chose)
+    gallery = JudgedGallery(made.old, held.vectors, made.new)
+    judged = judge_options(gallery, chose)
     plain = replace(judged.joining, migrated_line=OddsLine(), native_line=OddsLine())
-    assert valley(judged.healing.raw["R@1"]) > 0.01
-    assert valley(served(plain, gallery, others)) > 0.03
+    assert valley_depth(judged.healing.raw["R@1"]) > 0.01
+    assert valley_depth(served(plain, gallery, others)) > 0.03
     curve = served(judged.joining, gallery, others)
-    assert valley(curve) <= 0.01
+    assert valley_depth(curve) <= 0.01
     assert curve[0] == pytest.approx(judged.ways["both"]["R@1"].mean(), abs=0.04)
     assert min(curve) >= served(plain, gallery, others)[-1] - 0.01
 
 
-def served(joining: FittedRankFusion, gallery: Gallery, asked: Queries) -> list[float]:
+def served(joining: FittedRankFusion, gallery: JudgedGallery, asked: Queries) -> list[float]:
     """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
     right, every = np.zeros((3, 11)), dict(enumerate(gallery.new))
     for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):

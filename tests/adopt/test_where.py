@@ -15,7 +15,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.vector_folder import read_items
 from nobackfill.adopt.pairs import inspect, read_all
-from nobackfill.adopt.sources.opening import open_items, open_searchable, open_source
+from nobackfill.adopt.sources.opening import open_item_vectors, open_searchable, open_source
 from nobackfill.adopt.sources.source import Source, Target
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from tests.adopt.command import run_nobackfill as run
@@ -113,7 +113,7 @@ def test_an_index_of_all_rows_finds_each_row_of_the_condition(
 
 def test_new_vectors_go_to_a_table_of_their_own(shared: tuple[str, Connection]) -> None:
     address, connection = shared
-    source = open_items(address, address, where=WHERE)
+    source = open_item_vectors(address, address, where=WHERE)
     with pytest.raises(InvalidInputError, match="expected --to table:NAME with --where"):
         carry(source, Target("v_new", MAP.dims[1], MAP.digest), MAP)
     with pytest.raises(

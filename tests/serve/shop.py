@@ -10,7 +10,7 @@ import numpy as np
 
 from nobackfill.adopt.crossfit import cross_fit
 from nobackfill.adopt.joining import save_rank_fusion
-from nobackfill.adopt.judgement import Gallery, judge
+from nobackfill.adopt.judgement import JudgedGallery, judge_options
 from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_source
@@ -27,8 +27,8 @@ HITS = 60
 def fitted() -> tuple[Map, FittedRankFusion]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
     held = cross_fit(MADE.pairs, [MADE.queries], ["affine"])["affine"]
-    gallery = Gallery(MADE.old, held.vectors, MADE.new)
-    joining = judge(gallery, MADE.queries, held.distances[0]).joining
+    gallery = JudgedGallery(MADE.old, held.vectors, MADE.new)
+    joining = judge_options(gallery, MADE.queries, held.distances[0]).joining
     return mapping, replace(joining, map_digest=mapping.digest)
 
 

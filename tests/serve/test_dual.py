@@ -17,7 +17,13 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import save_rank_fusion
-from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_fusion, rank_by_option
+from nobackfill.adopt.judgement import (
+    JudgedGallery,
+    Queries,
+    judge_fusion,
+    judge_options,
+    rank_by_option,
+)
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -90,8 +96,8 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     rows = np.arange(0, 1500, 50)
     asked = Queries(old[rows], new[rows], rows, own=True)
     mapping = fit_maps(old, new)["affine"]
-    gallery = Gallery(old, mapping(old), new)
-    joining = replace(judge(gallery, asked).joining, map_digest=mapping.digest)
+    gallery = JudgedGallery(old, mapping(old), new)
+    joining = replace(judge_options(gallery, asked).joining, map_digest=mapping.digest)
     told = judge_fusion(gallery, asked, joining)
     files(tmp_path, mapping, joining, old)
     source = open_searchable(str(tmp_path / "store"))
@@ -135,7 +141,7 @@ def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     carry(open_searchable(store), Target("new", MAP.dims[1], MAP.digest), MAP)
     source = Watched(open_source(store))
-    gallery = Gallery(MADE.old, MAP(MADE.old), MADE.new)
+    gallery = JudgedGallery(MADE.old, MAP(MADE.old), MADE.new)
     asked = MADE.queries
     judged = np.isfinite(rank_by_option(gallery, asked, JOINING)["both"])
     with closing(

@@ -57,7 +57,7 @@ def fitted(folder: Path) -> Path:
     old, new = (OnnxModel(folder / name / "model.onnx") for name in "12")
     made = fit_maps(old.embed(many), new.embed(many))["affine"]
     file = folder / "map.onnx"
-    file.write_bytes(map_to_upgrade_onnx(made.of_models(old.fingerprint, new.fingerprint)))
+    file.write_bytes(map_to_upgrade_onnx(made.with_model_names(old.fingerprint, new.fingerprint)))
     return file
 
 
@@ -269,7 +269,7 @@ def test_a_map_fitted_on_exports_names_its_releases_by_their_spaces(tmp_path: Pa
 
 def narrow(a: int, b: int, old: str | None = None, new: str | None = None) -> bytes:
     made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
-    return map_to_upgrade_onnx(made.of_models(old, new))
+    return map_to_upgrade_onnx(made.with_model_names(old, new))
 
 
 def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import OLD_NORM, Map
-from nobackfill.adopt.pairs import WINDOW
+from nobackfill.adopt.maps import OLD_NORM_FACT, Map
+from nobackfill.adopt.pairs import WINDOW_ITEMS
 from nobackfill.adopt.sources.source import (
     ComputesProducts,
     Flippable,
@@ -39,7 +39,7 @@ with require_extra("adopt"):
 MOST_SWEEPS = 20
 # Largest difference between a component that was written and the one that is read back, relative to
 # the largest component (at least 1): stores of float16 round to 11 bits.
-TOLERANCE = 2e-3
+READ_BACK_TOLERANCE = 2e-3
 # Largest difference between two sums of one inner product, relative to the product of both norms.
 PRODUCTS_DIFFER = 1e-5
 
@@ -139,8 +139,8 @@ class MapVectorComputer:
             vector of zeros, which no search finds, then stays zeros.
     """
 
-    window = WINDOW
-    rows_under_lock = WINDOW
+    window = WINDOW_ITEMS
+    rows_under_lock = WINDOW_ITEMS
 
     def __init__(self, mapping: Map, name: str, *, directions: bool = False) -> None:
         self._mapping, self._name, self._directions = mapping, name, directions
@@ -168,7 +168,7 @@ class MapVectorComputer:
         """
         del window
         check_rows(rows, self._mapping.dims[0], self._name)
-        if self._mapping.facts.get(OLD_NORM) == "1":
+        if self._mapping.facts.get(OLD_NORM_FACT) == "1":
             norms = np.linalg.norm(rows.vectors[rows.vectors.any(1)], axis=1)
             if len(norms) and np.abs(norms - 1).max() > _NORM_TOLERANCE:
                 raise InvalidInputError(
@@ -499,5 +499,5 @@ def _same_products(
 def _far(reference: Vectors, actual: Vectors) -> NDArray[np.bool_]:
     """Return bool [n]: rows that differ by more than float16 rounds, or that hold NaN."""
     scale = max(1.0, float(np.abs(reference).max(initial=0)))
-    close = np.abs(reference - actual).max(1, initial=0) <= TOLERANCE * scale
+    close = np.abs(reference - actual).max(1, initial=0) <= READ_BACK_TOLERANCE * scale
     return np.asarray(~close)

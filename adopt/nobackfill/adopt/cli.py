@@ -343,10 +343,10 @@ def sample(
 ) -> None:
     """Choose items to embed by the new model for `nobackfill fit`, spread over the old vectors."""
     from nobackfill.adopt import pairs
-    from nobackfill.adopt.sources.opening import open_items
+    from nobackfill.adopt.sources.opening import open_item_vectors
     from nobackfill.durable import write_file
 
-    opened = open_items(source, source, key=key, vector=vector, where=where)
+    opened = open_item_vectors(source, source, key=key, vector=vector, where=where)
     sampling = pairs.sample_source(opened, count, seed=seed)
     ids = sampling.ids
     text = pairs.encode_ids(ids, source)
@@ -357,7 +357,7 @@ def sample(
         which = f"the ids of {len(ids)} of {sampling.total} items"
         print(escape_control(f"{out}: written, with {which}"))
     # Not on stdout with the ids, which may go into a pipe.
-    covered = pairs.coverage(opened, sampling, seed)
+    covered = pairs.measure_coverage(opened, sampling, seed)
     print(covered.sentence, file=sys.stdout if out else sys.stderr)
 
 
@@ -511,7 +511,7 @@ def embed(
             embedder,
             batch=batch,
             progress=_progress(len(found.ids)),
-            refuse=refusals.__setitem__,
+            on_failure=refusals.__setitem__,
         )
     finally:
         for name, why in refusals.items():
@@ -862,12 +862,12 @@ def carry(
     """
     from nobackfill.adopt.converters import open_map_for_store
     from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
-    from nobackfill.adopt.fitting import VERDICT
+    from nobackfill.adopt.fitting import VERDICT_FACT
     from nobackfill.adopt.maps import NEW_MODEL
-    from nobackfill.adopt.sources.opening import open_items
+    from nobackfill.adopt.sources.opening import open_item_vectors
     from nobackfill.adopt.sources.source import Target
 
-    opened = open_items(source, source, key=key, vector=vector, where=where)
+    opened = open_item_vectors(source, source, key=key, vector=vector, where=where)
     if rollback:
         removed = opened.rollback(to)
         line = f"{to}: removed" if removed else f"{to}: no new vectors have this name"
@@ -897,7 +897,7 @@ def carry(
         _carry_and_answer(opened, native.target(to), native, [], flip=flip, as_json=as_json)
         return
     loaded, said = open_map_for_store(facts, mapping, release, root, model)
-    if (way := loaded.facts.get(VERDICT, "map")) != "map":
+    if (way := loaded.facts.get(VERDICT_FACT, "map")) != "map":
         then = "`nobackfill fit` did not recommend to migrate by this map alone"
         if way in ("both", "lazily"):
             then = (
@@ -1142,15 +1142,15 @@ def start(
 def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     """Decide, ask unless `yes`, execute the verdict, and print what was done."""
     from nobackfill.adopt.maps import adapter_example
-    from nobackfill.adopt.verdict import ADAPTER
+    from nobackfill.adopt.verdict import ADAPTER_OPTION
 
     for line in migration.decide(plan, _tell):
         print(escape_control(line))
     way = migration.plan().way
-    if way in ("stay", ADAPTER):
+    if way in ("stay", ADAPTER_OPTION):
         migration.write(_tell)
         next_step = "stay with the old model"
-        if way == ADAPTER:
+        if way == ADAPTER_OPTION:
             next_step = adapter_example(migration.adapter)
         print(escape_control(f"nothing was written: {next_step}"))
         return

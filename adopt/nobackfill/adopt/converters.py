@@ -19,7 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nobackfill.adopt.crossfit import CONVERTER
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.maps import ADAPTED, NEW_MODEL, OLD_MODEL, OLD_NORM, Map, is_unit, load_map
+from nobackfill.adopt.maps import (
+    ADAPTER_OUTPUT,
+    NEW_MODEL,
+    OLD_MODEL,
+    OLD_NORM_FACT,
+    Map,
+    is_unit,
+    load_map,
+)
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Facts, check_same_model, first_fingerprint
 from nobackfill.adopt.verdict import Verdict
@@ -62,7 +70,7 @@ class _Model(BaseModel):
     model_name: str | None = None
 
 
-class Card(BaseModel):
+class ConverterCard(BaseModel):
     """The description of a converter that its publisher writes: the JSON object of `--card FILE`.
 
     Attributes:
@@ -79,7 +87,7 @@ class Card(BaseModel):
     corpus_licence: str = Field(min_length=1)
 
 
-def read_card(path: Path) -> Card:
+def read_card(path: Path) -> ConverterCard:
     """Read the card of a converter; paths of models in it are relative to the card's folder.
 
     A name that ends in .onnx, and one of a folder, is a path. No model is opened. A byte order mark
@@ -95,7 +103,7 @@ def read_card(path: Path) -> Card:
             f"{path}: no such file; expected a JSON file for --card, as docs/adopt.md shows"
         )
     try:
-        card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
+        card = ConverterCard.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
         raise InvalidInputError(
             f"{path}: the file of --card cannot be read ({error.strerror}); check its permissions"
@@ -115,7 +123,7 @@ def read_card(path: Path) -> Card:
     return card
 
 
-def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
+def describe_model(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
     """Describe a model for the manifest of a converter.
 
     Opens the model, and checks that it computed the vectors.
@@ -222,7 +230,7 @@ def map_to_upgrade_onnx(mapping: Map) -> bytes:
     """
     model = onnx.load_from_string(map_to_onnx(mapping))
     if mapping.direction == "new to old":
-        model.graph.output[0].name = model.graph.node[-1].output[0] = ADAPTED
+        model.graph.output[0].name = model.graph.node[-1].output[0] = ADAPTER_OUTPUT
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
     data: bytes = model.SerializeToString()
     return data
@@ -304,7 +312,7 @@ class VerifiedConverter:
         )
 
 
-def converter_evidence(card: Card, verdict: Verdict) -> ConverterEvidence:
+def converter_evidence(card: ConverterCard, verdict: Verdict) -> ConverterEvidence:
     """Describe the quality of a map for the manifest of a converter.
 
     Args:
@@ -324,8 +332,12 @@ def converter_evidence(card: Card, verdict: Verdict) -> ConverterEvidence:
     )
 
 
-def publish(
-    repo: Path, verdict: Verdict, pairs: Pairs, models: tuple[str | None, str | None], card: Card
+def publish_map_as_converter(
+    repo: Path,
+    verdict: Verdict,
+    pairs: Pairs,
+    models: tuple[str | None, str | None],
+    card: ConverterCard,
 ) -> Converter:
     """Sign the map of a verdict, and publish it as a converter under the next number.
 
@@ -363,8 +375,8 @@ def publish(
             f"nothing was published, because {card.new.name} is worse than {card.old.name} on "
             f"{card.corpus} ({', '.join(again.worse)}), so its users should stay with the old model"
         )
-    old = model_card(card.old, pairs.old, models[0], "the old vectors")
-    new = model_card(card.new, pairs.new, models[1], "the new vectors")
+    old = describe_model(card.old, pairs.old, models[0], "the old vectors")
+    new = describe_model(card.new, pairs.new, models[1], "the new vectors")
     evidence = converter_evidence(card, verdict)
 
     def described(number: int, file: PublishedFile) -> Converter:
@@ -430,7 +442,7 @@ def open_converter(
         "pairs": str(manifest.evidence.pairs),
     }
     if manifest.old.unit:
-        facts[OLD_NORM] = "1"
+        facts[OLD_NORM_FACT] = "1"
     file = download_converter_file(trust, manifest, folder)
     mapping = map_from_onnx(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):

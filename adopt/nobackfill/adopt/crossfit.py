@@ -23,12 +23,12 @@ import numpy as np
 from nobackfill import ridge
 from nobackfill.adopt.judgement import Queries, query_item_distances
 from nobackfill.adopt.maps import (
-    KINDS,
-    LEFT_OUT,
-    RESIDUAL,
+    LEAVE_ONE_OUT_ROWS,
+    MAP_KINDS,
+    RESIDUAL_KIND,
+    AffineStrength,
     Map,
-    Solver,
-    Strength,
+    MapSolver,
     Trainer,
     is_unit,
     needs_strength,
@@ -66,7 +66,9 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
         InvalidInputError: An old vector holds NaN or infinity.
     """
     residual = residual_pairs(converter, pairs)
-    correction = ridge.fit_ridge(split_into_blocks(residual.old, residual.new), sample=LEFT_OUT)
+    correction = ridge.fit_ridge(
+        split_into_blocks(residual.old, residual.new), sample=LEAVE_ONE_OUT_ROWS
+    )
     weight = (converter.weight + correction.weight).astype(np.float32)
     bias = (converter.bias + correction.bias).astype(np.float32)
     facts = {"own_pairs": str(len(pairs)), "penalty": f"{correction.penalty:.3g}"}
@@ -196,10 +198,10 @@ def cross_fit_candidates(
             small.
     """
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
-    of_trainer = () if trainer is None else (RESIDUAL,)
-    names = (*KINDS, *of_trainer, *of_converter) if kinds is None else kinds
+    of_trainer = () if trainer is None else (RESIDUAL_KIND,)
+    names = (*MAP_KINDS, *of_trainer, *of_converter) if kinds is None else kinds
     candidates: dict[str, CrossFit] = {}
-    if own := [kind for kind in names if kind in (*KINDS, *of_trainer)]:
+    if own := [kind for kind in names if kind in (*MAP_KINDS, *of_trainer)]:
         candidates = cross_fit(
             pairs,
             query_sets,
@@ -225,7 +227,7 @@ def cross_fit_candidates(
 def cross_fit(
     pairs: Pairs,
     query_sets: Sequence[Queries],
-    kinds: Collection[str] = KINDS,
+    kinds: Collection[str] = MAP_KINDS,
     *,
     converter: Map | None = None,
     subset: float = 1.0,
@@ -271,7 +273,7 @@ def cross_fit(
     fold = rng.permutation(np.arange(len(pairs)) % folds)
     items = np.concatenate([_sample(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
     linear = pairs if converter is None else residual_pairs(converter, pairs)
-    rows = add_queries(linear, fitted_queries)
+    rows = append_queries_as_pairs(linear, fitted_queries)
     # The item that each row is left out with: a pair with itself, a query with its item.
     item = np.arange(len(pairs))
     if fitted_queries is not None:
@@ -280,7 +282,7 @@ def cross_fit(
     total = Moments.from_blocks(split_into_blocks(rows.old[fitted], rows.new[fitted])())
     penalty = None
     if needs_strength(kinds):
-        penalty = strength(rows, fitted[fitted < len(pairs)], total)
+        penalty = choose_strength(rows, fitted[fitted < len(pairs)], total)
         penalty = penalty if converter is None else penalty.of_ridge_alone
     unit = converter is None and is_unit(pairs.new)
     moments = [Moments(total) for _ in range(folds)]
@@ -291,12 +293,14 @@ def cross_fit(
     for one, other in combinations(range(folds), 2):
         judged = np.flatnonzero((fold == one) | (fold == other))
         asking = [np.flatnonzero(np.isin(queries.rows, judged)) for queries in query_sets]
-        solver = Solver(total.subtract(moments[one]).subtract(moments[other]))
-        maps = solver.maps(penalty, unit, [kind for kind in kinds if kind != RESIDUAL])
-        if trainer is not None and RESIDUAL in kinds:
+        solver = MapSolver(total.subtract(moments[one]).subtract(moments[other]))
+        maps = solver.maps(penalty, unit, [kind for kind in kinds if kind != RESIDUAL_KIND])
+        if trainer is not None and RESIDUAL_KIND in kinds:
             others = fitted[~np.isin(item[fitted], judged)]
             straight = solver.maps(penalty, unit, ["affine"])["affine"]
-            maps[RESIDUAL] = train_residual(straight, rows.old[others], rows.new[others], trainer)
+            maps[RESIDUAL_KIND] = train_residual(
+                straight, rows.old[others], rows.new[others], trainer
+            )
         for kind, mapping in maps.items():
             migrated = mapping(pairs.old[judged])
             if converter is not None:
@@ -314,7 +318,7 @@ def cross_fit(
     return results
 
 
-def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
+def choose_strength(pairs: Pairs, rows: Ints, moments: Moments) -> AffineStrength:
     """Choose the parameters of affine maps by leave-one-out among some rows of pairs.
 
     Args:
@@ -331,14 +335,14 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.from_blocks(blocks())
-    penalty = Solver(of_items).strength(blocks)
+    penalty = MapSolver(of_items).strength(blocks)
     if of_items.rows == moments.rows:
         return penalty
     share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(moments.gram)))
     return replace(penalty, penalty=share * penalty.penalty)
 
 
-def add_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
+def append_queries_as_pairs(pairs: Pairs, queries: Queries | None) -> Pairs:
     """Append queries to pairs as further pairs, each side shifted to the items' mean.
 
     The mean of queries differs from that of items in both spaces. A map that fits this difference

@@ -10,29 +10,29 @@ import numpy as np
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.converters import (
-    Card,
+    ConverterCard,
     VerifiedConverter,
     map_to_upgrade_onnx,
     open_converter,
-    publish,
+    publish_map_as_converter,
     read_card,
 )
 from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import (
-    OLD_NORM,
+    OLD_NORM_FACT,
     Map,
     adapter_example,
     is_unit,
     open_trainer,
     save_map,
 )
-from nobackfill.adopt.page import duration, percent, render
-from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
+from nobackfill.adopt.page import format_duration, format_figure_percent, render_verdict
+from nobackfill.adopt.pairs import WINDOW_ITEMS, MatchResult, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import (
     POSTGRESQL_SCHEMES,
-    open_items,
+    open_item_vectors,
     open_source,
     refuse_vectors_with_role,
 )
@@ -44,7 +44,7 @@ from nobackfill.adopt.sources.source import (
     check_same_model,
     first_fingerprint,
 )
-from nobackfill.adopt.verdict import ADAPTER, Cost, Verdict, decide
+from nobackfill.adopt.verdict import ADAPTER_OPTION, Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 
@@ -53,9 +53,9 @@ LEAST_QUERIES = 20
 # Windows of a store that are read to estimate what a migration takes.
 MEASURED_WINDOWS = 3
 # Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
-POSTGRESQL = 5.0
+POSTGRESQL_COST_FACTOR = 5.0
 # The fact of a map that names the recommended option of its verdict.
-VERDICT = "verdict"
+VERDICT_FACT = "verdict"
 # The old model and the new one; None: not known.
 _Models = tuple[str | None, str | None]
 
@@ -159,8 +159,8 @@ def fit_and_judge(
     _check_files(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
     card = None if files.card is None else read_card(files.card)
-    old_source = open_items(old, "--old", key=key, vector=vector, where=where)
-    new_source = open_items(new, "--new")
+    old_source = open_item_vectors(old, "--old", key=key, vector=vector, where=where)
+    new_source = open_item_vectors(new, "--new")
     query_sources: tuple[Source, Source] | None = None
     old_model, new_model = old_source.facts().model, new_source.facts().model
     query_model = old_seconds = new_seconds = None
@@ -192,7 +192,7 @@ def fit_and_judge(
             "--new: expected vectors by the new model, got the vectors of --old; give the folder "
             "that `nobackfill embed` wrote with the new model"
         )
-    queries = None if query_sources is None else known_items(pairs, *query_sources)
+    queries = None if query_sources is None else read_known_item_queries(pairs, *query_sources)
     migrating = _migration_seconds(old, old_source, pairs)
     # `migrate` and `carry --vectors` reuse the sample's vectors.
     cost = Cost(
@@ -246,7 +246,7 @@ def _check_files(files: FitFiles) -> None:
             )
 
 
-def _side_notes(old: Source, new: Source, matched: Matched) -> list[str]:
+def _side_notes(old: Source, new: Source, matched: MatchResult) -> list[str]:
     """Say which side is which, and warn if the two seem to be the wrong way round."""
     notes: list[str] = []
     for side, source, vectors in (("old", old, matched.pairs.old), ("new", new, matched.pairs.new)):
@@ -274,13 +274,13 @@ def _write_files(
     pairs: Pairs,
     models: _Models,
     fingerprints: _Models,
-    card: Card | None,
+    card: ConverterCard | None,
 ) -> list[str]:
     """Write the files that are not None; return a line for each."""
-    mapping = verdict.map.of_models(*models)
-    facts = mapping.facts | {VERDICT: verdict.way}
+    mapping = verdict.map.with_model_names(*models)
+    facts = mapping.facts | {VERDICT_FACT: verdict.way}
     if is_unit(pairs.old):
-        facts[OLD_NORM] = "1"
+        facts[OLD_NORM_FACT] = "1"
     save_map(files.out, replace(mapping, facts=facts))
     lines = [f"map: {files.out} ({verdict.map.kind})"]
     if files.onnx is not None:
@@ -290,17 +290,17 @@ def _write_files(
         save_rank_fusion(files.joining, verdict.joining)
         lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
     if files.adapter is not None:
-        adapter = verdict.adapter.of_models(*models)
+        adapter = verdict.adapter.with_model_names(*models)
         if _is_for_releases(files.adapter):
             write_file(files.adapter, map_to_upgrade_onnx(adapter))
         else:
             save_map(files.adapter, adapter)
         lines.append(f"query adapter: {files.adapter} ({adapter.kind})")
     if files.report is not None:
-        write_file(files.report, render(verdict).encode())
+        write_file(files.report, render_verdict(verdict).encode())
         lines.append(f"report: {files.report}")
     if files.publication is not None and card is not None:
-        manifest = publish(files.publication, verdict, pairs, fingerprints, card)
+        manifest = publish_map_as_converter(files.publication, verdict, pairs, fingerprints, card)
         lines.append(
             f"published: converter {manifest.converter} in {files.publication}; give its users "
             f"{files.publication / '1.root.json'} on another channel than the publication itself"
@@ -317,7 +317,7 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     """List the next steps of the recommended option; none for "stay", "switch" and "re-embed"."""
     if way in ("stay", "switch", "re-embed"):
         return []
-    if way == ADAPTER:
+    if way == ADAPTER_OPTION:
         if files.adapter is None:
             return ["next: run this command again with --adapter adapter.npz"]
         if _is_for_releases(files.adapter):
@@ -338,7 +338,7 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     ]
 
 
-def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
+def read_known_item_queries(pairs: Pairs, old: Source, new: Source) -> Queries:
     """Read test queries, each with the id of the item that it should find.
 
     Args:
@@ -395,23 +395,25 @@ def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | No
     """
     a, b = pairs.old.shape[1], pairs.new.shape[1]
     mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
-    window = np.resize(pairs.old, (WINDOW, a))
+    window = np.resize(pairs.old, (WINDOW_ITEMS, a))
     started = time.perf_counter()
-    rows = sum(len(source.read(one)) for one in islice(source.windows(WINDOW), MEASURED_WINDOWS))
+    rows = sum(
+        len(source.read(one)) for one in islice(source.windows(WINDOW_ITEMS), MEASURED_WINDOWS)
+    )
     reading = (time.perf_counter() - started) / max(1, rows)
     if address.startswith(POSTGRESQL_SCHEMES):
         started = time.perf_counter()
         mapping(window)
-        return POSTGRESQL * reading + (time.perf_counter() - started) / WINDOW
+        return POSTGRESQL_COST_FACTOR * reading + (time.perf_counter() - started) / WINDOW_ITEMS
     if ":" in address.partition("/")[0]:
         return None
     with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
-        np.save(Path(folder, "ids.npy"), np.arange(WINDOW))
+        np.save(Path(folder, "ids.npy"), np.arange(WINDOW_ITEMS))
         np.save(Path(folder, "old.npy"), window)
         started = time.perf_counter()
         carry(ArraySource(Path(folder)), Target("new", b, mapping.digest), mapping)
         # Every item is read twice: to migrate it, and to check it.
-        return 2 * reading + (time.perf_counter() - started) / WINDOW
+        return 2 * reading + (time.perf_counter() - started) / WINDOW_ITEMS
 
 
 def _lines(verdict: Verdict) -> list[str]:
@@ -424,8 +426,8 @@ def _lines(verdict: Verdict) -> list[str]:
         f"{'way':14s}{head}{'a query':>14s}{'in all':>14s}",
     ]
     for way in verdict.ways:
-        figures = "".join(f"{percent(way, name):>14s}" for name in names)
-        cost = f"{duration(way.query_seconds):>14s}{duration(way.all_seconds):>14s}"
+        figures = "".join(f"{format_figure_percent(way, name):>14s}" for name in names)
+        cost = f"{format_duration(way.query_seconds):>14s}{format_duration(way.all_seconds):>14s}"
         worse = f"  worse than staying in {', '.join(way.worse)}" if way.worse else ""
         lines.append(f"{way.name:14s}{figures}{cost}{worse}")
     return lines + verdict.notes

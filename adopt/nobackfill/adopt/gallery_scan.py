@@ -18,9 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.judgement import NEIGHBOURS, Figures, PerQuery, Queries, query_item_distances
+from nobackfill.adopt.judgement import (
+    NEIGHBOURS,
+    Figures,
+    PerQuery,
+    Queries,
+    query_item_distances,
+)
 from nobackfill.adopt.maps import Map
-from nobackfill.adopt.pairs import WINDOW, Pairs
+from nobackfill.adopt.pairs import WINDOW_ITEMS, Pairs
 from nobackfill.adopt.sources.source import Source, check_rows
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
@@ -61,11 +67,11 @@ PRIOR = 5.0
 # With fewer knots, a distribution is taken as normal.
 FEWEST_KNOTS = 5
 # Draws of the native nearness of each candidate.
-DRAWS = 8
+NEARNESS_DRAWS = 8
 # Least error of the model of nearness, as a share of p (1 - p): a back test may be right by chance.
 MODEL_ERROR = 0.2
 # Parts of the sample that are left out in turn for the interval of an estimate.
-PARTS = 10
+LEFT_OUT_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class ScanQueries:
         Their order is that of `rows`; the rank fusions stay.
         """
         return ScanQueries(
-            self.queries.part(rows),
+            self.queries.select(rows),
             self.migrated[rows],
             self.joinings,
             self.first[rows],
@@ -422,13 +428,13 @@ class ScanResult:
 
     Attributes:
         ways: Figures of each way.
-        recall: Share of the right items among the candidates of both models [q]. It is measured for
-            items to find, and estimated for the new model's ten neighbours.
+        candidate_recall: Share of the right items among the candidates of both models [q]. It is
+            measured for items to find, and estimated for the new model's ten neighbours.
         intervals: For each way the 95 % interval of the mean agreement@10.
     """
 
     ways: dict[str, Figures]
-    recall: PerQuery
+    candidate_recall: PerQuery
     intervals: dict[str, tuple[float, float]]
 
 
@@ -656,7 +662,7 @@ class SetScan:
         """Draw the native nearness of items, [d, q, c]."""
         native, known = self._native(items)
         predicted = self.model.predict(items.old, items.migrated)
-        bins = np.broadcast_to(self.model.bins(predicted), (DRAWS, *predicted.shape))
+        bins = np.broadcast_to(self.model.bins(predicted), (NEARNESS_DRAWS, *predicted.shape))
         rng = np.random.default_rng(seed)
         drawn = predicted + self.model.deviation * residuals.draw(bins, rng)
         drawn = np.where(known, native, drawn)
@@ -726,12 +732,17 @@ class SetScan:
         Three sources of error: the choice of the queries, that of the sampled items (jackknife over
         PARTS of them), and the model of nearness (`errors`).
         """
-        part = np.random.default_rng(2).permutation(np.arange(self._sample) % PARTS)
-        parts = [self._agreement(self.model.residuals(part == one), lists) for one in range(PARTS)]
+        part = np.random.default_rng(2).permutation(np.arange(self._sample) % LEFT_OUT_PARTS)
+        parts = [
+            self._agreement(self.model.residuals(part == one), lists)
+            for one in range(LEFT_OUT_PARTS)
+        ]
         intervals = {}
         for name, one in agreement.items():
             means = np.array([float(found[name].mean()) for found in parts])
-            variance = (PARTS - 1) / PARTS * float(np.square(means - means.mean()).sum())
+            variance = (
+                (LEFT_OUT_PARTS - 1) / LEFT_OUT_PARTS * float(np.square(means - means.mean()).sum())
+            )
             middle = float(one.mean())
             model = max(abs(errors.get(name, 0.0)), MODEL_ERROR * middle * (1 - middle))
             variance += float(one.var()) / len(one) + model**2
@@ -860,7 +871,7 @@ def _blocks(
     """Yield the old vectors [w, a] of items outside the sample, a step at a time."""
     step = max(1, STEP_DISTANCES // max(len(one.queries.rows) for one in sets))
     name = source.facts().name
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ITEMS):
         rows = check_rows(source.read(window), dim, name)
         others = [row for row, one in enumerate(rows.ids) if one not in sampled]
         for first in range(0, len(others), step):

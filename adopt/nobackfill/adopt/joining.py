@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from nobackfill.adopt.maps import read_arrays, written_by
+from nobackfill.adopt.maps import name_file_in_errors, read_arrays
 from nobackfill.durable import write_file
 from nobackfill.metrics.distances import Metric
 from nobackfill.serving.fusion import Block, FittedRankFusion, OddsLine
@@ -25,7 +25,7 @@ _MOST_OTHERS = 200_000
 _ROUNDS = 30
 
 
-def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
+def fit_odds_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     """Fit log-odds of a match to nearness: logistic regression by Newton's method.
 
     The odds are those among all items, so that lines of two origins are comparable.
@@ -75,7 +75,7 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     fitted = OddsLine(
         max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0
     )
-    return fitted if fitted.share >= 0 else fit_line(matches[:, :1], others[:, :1], seed)
+    return fitted if fitted.share >= 0 else fit_odds_line(matches[:, :1], others[:, :1], seed)
 
 
 def save_rank_fusion(path: Path, joining: FittedRankFusion) -> None:
@@ -112,7 +112,7 @@ def load_rank_fusion(path: Path) -> FittedRankFusion:
         NotFoundError: There is no such file.
         InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a rank fusion.
     """
-    with written_by(path, "nobackfill fit --joining"):
+    with name_file_in_errors(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)
         if header["format"] not in FORMATS:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.joining import fit_line
+from nobackfill.adopt.joining import fit_odds_line
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.ranking import Ints
@@ -55,7 +55,7 @@ class Queries:
     own: bool
     metric: Metric = "cosine"
 
-    def part(self, rows: Ints) -> "Queries":
+    def select(self, rows: Ints) -> "Queries":
         """Select queries by their numbers, 0 to q - 1.
 
         Vectors and rows are copies, in the order of `rows`.
@@ -63,7 +63,7 @@ class Queries:
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
 
     @property
-    def reverse(self) -> "Queries":
+    def exchange_models(self) -> "Queries":
         """Return the same queries with the roles of both models exchanged, for a query adapter.
         Arrays are shared.
         """
@@ -165,7 +165,7 @@ Scale = Literal["plain", "odds", "shared"]
 
 
 @dataclass(frozen=True)
-class HealingCurves:
+class LazyReembeddingCurves:
     """Figures while items become native at random.
 
     Attributes:
@@ -272,7 +272,7 @@ class MixedGallery:
 
         def line(*blocks: Block) -> OddsLine:
             hits, others = (np.stack([block[mask] for block in blocks], 1) for mask in masks)
-            return fit_line(hits, others)
+            return fit_odds_line(hits, others)
 
         shared = [self.migrated] if scale == "shared" else []
         return line(self.migrated), line(self.native, *shared)
@@ -296,7 +296,7 @@ class MixedGallery:
 
     def _curves(self, migrated: Block, native: Block) -> Curves:
         rows = np.arange(len(migrated))
-        figures, _ = measure_figures(-self.native[rows], self.queries.part(rows))
+        figures, _ = measure_figures(-self.native[rows], self.queries.select(rows))
         curves: dict[str, list[list[float]]] = {}
         for seed in range(ORDERS):
             order = np.random.default_rng(seed).random(native.shape[1])
@@ -306,7 +306,7 @@ class MixedGallery:
         return {name: np.mean(ones, axis=0).tolist() for name, ones in curves.items()}
 
 
-def valley(curve: list[float]) -> float:
+def valley_depth(curve: list[float]) -> float:
     """Return how far a curve of at least one point falls below the lower of its ends; 0 if not.
 
     Raises:
@@ -316,7 +316,7 @@ def valley(curve: list[float]) -> float:
 
 
 # Weights of the new model's score to try in rank fusion; 0 is the old model alone.
-WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FUSION_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Items that a query's distances are standardised by, and queries that hubs are measured by.
 ANCHORS, CROWD = 1000, 1000
 # Most queries that are judged, and most distances that one way holds in memory.
@@ -329,7 +329,7 @@ FusionChoice = tuple[float, bool]
 
 
 @dataclass(frozen=True)
-class Gallery:
+class JudgedGallery:
     """The g items that are judged, row by row in three forms.
 
     Attributes:
@@ -359,10 +359,10 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
     if len(queries.rows) <= most:
         return queries
     rng = np.random.default_rng(seed)
-    return queries.part(np.sort(rng.choice(len(queries.rows), most, replace=False)))
+    return queries.select(np.sort(rng.choice(len(queries.rows), most, replace=False)))
 
 
-def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
+def sample_item_queries(pairs: Pairs, seed: int = 0) -> Queries:
     """Make queries for neighbours from a random sample of the items (see `sample_queries`).
 
     Returns:
@@ -389,11 +389,11 @@ class Judgement:
     ways: dict[str, Figures]
     joining: FittedRankFusion
     halves: tuple[FittedRankFusion, FittedRankFusion]
-    healing: HealingCurves
+    healing: LazyReembeddingCurves
 
 
-def judge(
-    gallery: Gallery, queries: Queries, migrated: Block | None = None, seed: int = 0
+def judge_options(
+    gallery: JudgedGallery, queries: Queries, migrated: Block | None = None, seed: int = 0
 ) -> Judgement:
     """Fit rank fusion and measure the figures of all ways.
 
@@ -434,7 +434,9 @@ def judge(
     candidates_alone = _candidate_filter(stay, migrated)
     # Hubs are measured by the queries of users; items that query their neighbours say nothing.
     correctable = not queries.own and queries.metric == "cosine"
-    choices = [(weight, corrected) for weight in WEIGHTS for corrected in (False, correctable)]
+    choices = [
+        (weight, corrected) for weight in FUSION_WEIGHTS for corrected in (False, correctable)
+    ]
     scores = {one: figures(candidates_alone(-fused(one))) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
     by_half = [_best(scores, queries.own, ~half) for half in (halves, ~halves)]
@@ -470,7 +472,7 @@ def judge(
         for choice, lines, crowd in zip(by_half, scale.halves, (~halves, halves), strict=True)
     )
     whole = joining(best, scale.lines, np.ones(len(halves), bool))
-    return Judgement(by_way, whole, (even, odd), HealingCurves(scale.curves, raw))
+    return Judgement(by_way, whole, (even, odd), LazyReembeddingCurves(scale.curves, raw))
 
 
 def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
@@ -496,7 +498,10 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 
 
 def judge_fusion(
-    gallery: Gallery, queries: Queries, joining: FittedRankFusion, migrated: Block | None = None
+    gallery: JudgedGallery,
+    queries: Queries,
+    joining: FittedRankFusion,
+    migrated: Block | None = None,
 ) -> dict[str, Figures]:
     """Measure the figures of all options with a rank fusion that is fitted already.
 
@@ -506,7 +511,7 @@ def judge_fusion(
         gallery: The g items.
         queries: The q queries.
         joining: The rank fusion.
-        migrated: As in `judge`.
+        migrated: As in `judge_options`.
 
     Returns:
         Figures of "stay", "map", "both", "lazily" and "re-embed".
@@ -520,7 +525,7 @@ def judge_fusion(
 
 
 def rank_by_option(
-    gallery: Gallery,
+    gallery: JudgedGallery,
     queries: Queries,
     joining: FittedRankFusion,
     migrated: Block | None = None,
@@ -534,7 +539,7 @@ def rank_by_option(
         gallery: The g items.
         queries: The q queries.
         joining: The rank fusion.
-        migrated: As in `judge`.
+        migrated: As in `judge_options`.
         seed: Seed of the random choice of anchor items.
 
     Returns:
@@ -557,7 +562,7 @@ def rank_by_option(
 
 
 def _blocks(
-    gallery: Gallery, queries: Queries, migrated: Block | None
+    gallery: JudgedGallery, queries: Queries, migrated: Block | None
 ) -> tuple[Block, Block, Block]:
     """Compute the distances [q, g] of old/old, new/migrated (unless given) and new/new."""
     sides = (
@@ -569,7 +574,7 @@ def _blocks(
     return stay, own if migrated is None else migrated, native
 
 
-def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
+def anchor_rows(gallery: JudgedGallery, seed: int = 0) -> Ints:
     """Draw up to 1,000 rows of a gallery at random, by which distances are standardised.
 
     Returns:
@@ -580,7 +585,7 @@ def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
     return np.sort(rows.astype(np.int64))
 
 
-def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
+def _hubs(gallery: JudgedGallery, queries: Queries, some: Mask) -> Block:
     """Measure the hubness [1, g] of migrated items by some of the queries, bool [q]."""
     return measure_hubs(gallery.migrated, normalise(queries.new[some][:CROWD]))[None]
 
@@ -667,7 +672,7 @@ def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> Fusi
         return float(figure(choice, True).mean())
 
     # The old vectors alone keep so many of these neighbours, or the map alone does.
-    least = max(agreement((weight, False)) for weight in (min(WEIGHTS), max(WEIGHTS)))
+    least = max(agreement((weight, False)) for weight in (min(FUSION_WEIGHTS), max(FUSION_WEIGHTS)))
     choices = [
         (weight, corrected)
         for weight, corrected in scores

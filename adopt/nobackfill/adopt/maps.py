@@ -34,11 +34,11 @@ FORMAT, LAYERED, ADAPTER_FORMAT = 1, 2, 3
 # Largest file in bytes: it is read into memory. A map of 8,192 dims has 268 MB.
 MOST_BYTES = 1 << 31
 # The output of a query adapter that is written as a graph.
-ADAPTED = "adapted"
+ADAPTER_OUTPUT = "adapted"
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 # Fact of a map that was fitted on old vectors of norm 1, with the value "1".
-OLD_NORM = "old_norm"
+OLD_NORM_FACT = "old_norm"
 # Vectors that differ less from norm 1 came from a model that normalises.
 UNIT_TOLERANCE = 1e-3
 
@@ -82,7 +82,7 @@ class Map:
         """
         return self.weight.shape[1], self.weight.shape[0]
 
-    def of_models(self, old: str | None, new: str | None) -> "Map":
+    def with_model_names(self, old: str | None, new: str | None) -> "Map":
         """Return a copy of the map whose facts name the two models.
 
         The arrays are shared; an earlier fact of the same name is replaced. The digest stays the
@@ -181,7 +181,7 @@ def load_map(path: Path) -> Map:
             or no file of a map.
     """
     wanted = "from old vectors to new ones"
-    if (output := _graph_output(path)) == ADAPTED:
+    if (output := _graph_output(path)) == ADAPTER_OUTPUT:
         raise InvalidInputError(
             f"{path}: expected a map {wanted}, found the graph of a query adapter, which maps new "
             "queries to the old space, so that no vector is migrated; a release carries it: "
@@ -255,7 +255,7 @@ def _graph_output(path: Path) -> str | None:
 
 
 def _load(path: Path, command: str) -> Map:
-    with written_by(path, command):
+    with name_file_in_errors(path, command):
         header, arrays = read_arrays(path)
         if header["format"] not in (FORMAT, LAYERED, ADAPTER_FORMAT):
             raise ValueError(
@@ -284,7 +284,7 @@ def _load(path: Path, command: str) -> Map:
 
 
 @contextmanager
-def written_by(path: Path, command: str) -> Iterator[None]:
+def name_file_in_errors(path: Path, command: str) -> Iterator[None]:
     """Turn every error of the block, which reads a file, into an error that names the file.
 
     Args:
@@ -326,8 +326,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
     Raises:
         ValueError: The file is larger than 2 GiB, or an entry is compressed or has another length
             than its header declares.
-        Exception: Any error of zipfile, numpy and json for a damaged file; `written_by` turns it
-            into InvalidInputError.
+        Exception: Any error of zipfile, numpy and json for a damaged file; `name_file_in_errors`
+            turns it into InvalidInputError.
         OSError: The file is missing or cannot be read.
         KeyError: There is no array `header`.
     """
@@ -371,9 +371,9 @@ def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
     return checked, check_vectors(bias[None], len(bias), error_name="bias")[0]
 
 
-KINDS = ("affine", "low_rank", "procrustes")
+MAP_KINDS = ("affine", "low_rank", "procrustes")
 # Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
-LEFT_OUT = 4000
+LEAVE_ONE_OUT_ROWS = 4000
 # Constants of an affine map, tuned on texts and pictures that no published figure uses. The largest
 # share of the rotation; the factor of ridge's penalty of least error, below 1 because a mean of two
 # maps varies less than either; and the singular value, in multiples of the mean one, at which the
@@ -382,7 +382,7 @@ LARGEST_ROTATION_SHARE, PENALTY_FACTOR, UNSURE_SINGULAR_VALUE = 0.6, 0.3, 0.3
 
 
 @dataclass(frozen=True)
-class Strength:
+class AffineStrength:
     """Parameters of an affine map that do not follow from the moments of the pairs.
 
     Attributes:
@@ -394,15 +394,15 @@ class Strength:
     rotation_share: float
 
     @property
-    def of_ridge_alone(self) -> "Strength":
+    def of_ridge_alone(self) -> "AffineStrength":
         """Return the parameters of ridge without a rotation, as residuals of a converter need. The
         penalty is then that of least error.
         """
-        return Strength(self.penalty / PENALTY_FACTOR, 0.0)
+        return AffineStrength(self.penalty / PENALTY_FACTOR, 0.0)
 
 
 def fit_maps(
-    old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, group: int = 1
+    old: Vectors, new: Vectors, *, kinds: Collection[str] = MAP_KINDS, group: int = 1
 ) -> dict[str, Map]:
     """Fit maps of several kinds to pairs.
 
@@ -436,20 +436,20 @@ def fit_maps(
             f"got {len(old)} old and {len(new)} new vectors; embed more items by the new model"
         )
     blocks = split_into_blocks(old, new)
-    solver = Solver(Moments.from_blocks(blocks()))
+    solver = MapSolver(Moments.from_blocks(blocks()))
     strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
     return solver.maps(strength, is_unit(new), kinds)
 
 
 def needs_strength(kinds: Collection[str]) -> bool:
-    """Tell whether a kind of map needs a `Strength`: all but "procrustes" do.
+    """Tell whether a kind of map needs an `AffineStrength`: all but "procrustes" do.
 
     False for no kinds. An unknown kind counts as one that does.
     """
     return any(kind != "procrustes" for kind in kinds)
 
 
-class Solver:
+class MapSolver:
     """Solves for maps of several kinds from the moments of pairs; shared parts are solved once.
 
     Args:
@@ -459,7 +459,7 @@ class Solver:
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
 
-    def strength(self, blocks: Blocks, *, group: int = 1) -> Strength:
+    def strength(self, blocks: Blocks, *, group: int = 1) -> AffineStrength:
         """Choose the parameters of the affine map by the leave-one-out error of ridge.
 
         The share of the rotation grows with the share of the new vectors' variance that ridge does
@@ -477,12 +477,16 @@ class Solver:
                 number of rows is no multiple of `group`.
             numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
         """
-        found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
+        found = ridge.fit_ridge(
+            blocks, group=group, moments=self._moments, sample=LEAVE_ONE_OUT_ROWS
+        )
         unexplained = found.loo_error / found.output_variance if found.output_variance > 0 else 0.0
-        return Strength(PENALTY_FACTOR * found.penalty, min(LARGEST_ROTATION_SHARE, unexplained))
+        return AffineStrength(
+            PENALTY_FACTOR * found.penalty, min(LARGEST_ROTATION_SHARE, unexplained)
+        )
 
     def maps(
-        self, strength: Strength | None, unit: bool, kinds: Collection[str] = KINDS
+        self, strength: AffineStrength | None, unit: bool, kinds: Collection[str] = MAP_KINDS
     ) -> dict[str, Map]:
         """Solve for the maps of some kinds.
 
@@ -502,9 +506,9 @@ class Solver:
             numpy.linalg.LinAlgError: The equations are singular, as with a penalty near 0 and fewer
                 pairs than dimensions.
         """
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
+        if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
             raise InvalidInputError(
-                f"kinds of maps: expected some of {', '.join(KINDS)}, got {unknown[0]!r}"
+                f"kinds of maps: expected some of {', '.join(MAP_KINDS)}, got {unknown[0]!r}"
             )
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
@@ -524,7 +528,7 @@ class Solver:
             maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
         return maps
 
-    def _affine(self, strength: Strength) -> Doubles:
+    def _affine(self, strength: AffineStrength) -> Doubles:
         """Solve for the weights [b, a] of the mean of ridge and rotation."""
         linear = ridge.solve_ridge(self._moments, strength.penalty).weight
         share = strength.rotation_share
@@ -574,7 +578,7 @@ def _decomposed(cross: Doubles) -> tuple[Doubles, Doubles, Doubles]:
     return u, singular, vt
 
 
-RESIDUAL = "residual"
+RESIDUAL_KIND = "residual"
 # A function of old vectors [n, a], new vectors [n, b] and the affine map's outputs before
 # normalisation [n, b]. It returns the layers of a network, weight [out, in] and bias [out] each,
 # with ReLU between them, that computes the residual from old vectors. The user names it as
@@ -651,4 +655,4 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
             f"--also: expected a last layer with {affine.dims[1]} outputs, the dimension of the "
             f"new model, got {size if layers else 'no layer'}"
         )
-    return replace(affine, kind=RESIDUAL, layers=tuple(layers))
+    return replace(affine, kind=RESIDUAL_KIND, layers=tuple(layers))

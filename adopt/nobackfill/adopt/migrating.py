@@ -25,7 +25,7 @@ from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.embedding.embedder import Embedder, open_embedder
 from nobackfill.adopt.embedding.native_vectors import (
     contents_name,
-    native_mark,
+    native_vector_digest,
     open_contents,
     open_native_vectors,
 )
@@ -37,9 +37,9 @@ from nobackfill.adopt.embedding.vector_folder import (
 )
 from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
-from nobackfill.adopt.page import duration
+from nobackfill.adopt.page import format_duration
 from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
-from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_items
+from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_item_vectors
 from nobackfill.adopt.sources.source import (
     LONGEST_NAME_BYTES,
     Flippable,
@@ -47,7 +47,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     old_name_after_flip,
 )
-from nobackfill.adopt.verdict import ADAPTER
+from nobackfill.adopt.verdict import ADAPTER_OPTION
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -367,7 +367,7 @@ class Migration:
         self, plan: MigrationPlan, source: Reversible, embedder: Embedder
     ) -> None:
         """Raise AlreadyExistsError where a flip put the new model's vectors into the table."""
-        mark = native_mark(embedder.fingerprint, contents_name(plan.column, plan.items))
+        mark = native_vector_digest(embedder.fingerprint, contents_name(plan.column, plan.items))
         state = source.flip_state(mark)
         if state not in ("flipped", "finished"):
             return
@@ -436,7 +436,7 @@ class Migration:
                     "nothing was written. Run `nobackfill migrate` again to complete it"
                 )
             self._check_same_vectors(plan, source)
-            if plan.way in ("stay", ADAPTER, "switch"):
+            if plan.way in ("stay", ADAPTER_OPTION, "switch"):
                 if plan.way == "switch":
                     model = open_embedder(plan.new, name=plan.new_name).fingerprint
                     source.name_model(model)
@@ -542,7 +542,7 @@ class Migration:
 
     @staticmethod
     def _source(plan: MigrationPlan) -> Reversible:
-        source = open_items(
+        source = open_item_vectors(
             plan.source, plan.source, key=plan.key, vector=plan.vector, where=plan.where
         )
         if not isinstance(source, Reversible):
@@ -915,7 +915,7 @@ class _Counter:
             left = (self._total - units) / max(1e-9, rate)
             self.tell(
                 f"{units} of {self._total} {self._unit} {self._verb}, {rate:.0f} a second, "
-                f"{duration(left) if left else '0 s'} left"
+                f"{format_duration(left) if left else '0 s'} left"
             )
         self.check()
 

@@ -5,13 +5,13 @@ import io
 from pathlib import Path
 
 from nobackfill.adopt.judgement import SHARES
-from nobackfill.adopt.verdict import CurvePoint, Verdict, Way, gain_of_doubling
+from nobackfill.adopt.verdict import CurvePoint, Verdict, Way, gain_of_doubling_pairs
 from nobackfill.extras import require_extra
 
 _COLOUR = "#0072b2"
 
 
-def render(verdict: Verdict) -> str:
+def render_verdict(verdict: Verdict) -> str:
     """Render a verdict as an HTML page, with the learning curve and the options as pictures.
     Nothing is written.
 
@@ -37,13 +37,13 @@ def render(verdict: Verdict) -> str:
         curve=_chart(verdict.curve, verdict.judged_by) if len(verdict.curve) > 1 else None,
         bars=_bars(verdict),
         healing=_re_embedding_chart(verdict),
-        gain=gain_of_doubling(verdict.curve),
-        seconds=duration,
-        percent=percent,
+        gain=gain_of_doubling_pairs(verdict.curve),
+        seconds=format_duration,
+        percent=format_figure_percent,
     )
 
 
-def percent(way: Way, figure: str) -> str:
+def format_figure_percent(way: Way, figure: str) -> str:
     """Format a figure of an option in percent: '97.4%', and '~97.4%' for an estimate.
 
     One decimal. Figures are shares from 0 to 1.
@@ -59,7 +59,7 @@ def percent(way: Way, figure: str) -> str:
     return f"{mark}{100 * way.figures[figure]:.1f}%"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format a duration in the largest unit of which it has at least two: '3.5 h', '12.0 ms'. Below
     2 s it counts milliseconds.
 

@@ -27,7 +27,7 @@ from nobackfill.ridge import Doubles
 from nobackfill.vectors import Vectors, normalise
 
 # Items read at a time.
-WINDOW = 10_000
+WINDOW_ITEMS = 10_000
 # Metrics of stores that searches can be judged and ranked by.
 _JUDGED: Mapping[SearchMetric, Metric] = {
     "cosine": "cosine", "squared_l2": "l2", "inner_product": "inner_product",
@@ -54,7 +54,7 @@ class Pairs:
         return len(self.ids)
 
     @property
-    def reverse(self) -> "Pairs":
+    def exchange_models(self) -> "Pairs":
         """Return the same pairs with the roles of both models exchanged, for a query adapter.
         Arrays are shared, and the metric stays.
         """
@@ -62,7 +62,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchResult:
     """The result of `match`.
 
     Attributes:
@@ -99,7 +99,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
     ids: list[str] = []
     vectors: list[Vectors] = []
     dim = None
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ITEMS):
         rows = check_rows(source.read(window), dim, where)
         if not len(rows):
             continue
@@ -113,7 +113,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
     return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
 
 
-def judged_by(facts: Facts) -> Metric:
+def judging_metric(facts: Facts) -> Metric:
     """Return the metric by which searches of a store are judged; cosine if it declares none.
 
     Returns:
@@ -131,7 +131,7 @@ def judged_by(facts: Facts) -> Metric:
     return _JUDGED[metric]
 
 
-def match(old: Source, new: Source, *, least: int = 20) -> Matched:
+def match(old: Source, new: Source, *, least: int = 20) -> MatchResult:
     """Match the vectors of two sources by id.
 
     All vectors of `new` are held in memory, and those vectors of `old` that have a partner. Both
@@ -157,7 +157,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         BusyError: Others hold a store, or its server has too many requests.
     """
     # Before minutes of reading: the metric of `old` may be one that cannot be judged.
-    metric = judged_by(old.facts())
+    metric = judging_metric(old.facts())
     sample = read_all(new)
     stored = read_all(old, set(sample.ids))
     places = {name: row for row, name in enumerate(sample.ids)}
@@ -186,7 +186,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
                 f"items {join_few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these "
                 "items out"
             )
-    return Matched(pairs, lost)
+    return MatchResult(pairs, lost)
 
 
 MOST_CLUSTERS = 256
@@ -217,7 +217,7 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     """
     _check_count(count, len(rows))
     rng = np.random.default_rng(seed)
-    cluster = clusters(rows.vectors, _cluster_count(count), rng)
+    cluster = cluster_vectors(rows.vectors, _cluster_count(count), rng)
     sizes = np.bincount(cluster)
     draws: list[Ints] = []
     for number, share in enumerate(_shares(sizes, count, sizes)):
@@ -273,7 +273,7 @@ def _with_queried(choice: list[str], ids: Collection[str], queried: Sequence[str
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SourceSample:
     """The result of `sample_source`.
 
     Attributes:
@@ -292,7 +292,7 @@ class Sampling:
 
 def sample_source(
     source: Source, count: int, queried: Sequence[str] = (), seed: int = 0
-) -> Sampling:
+) -> SourceSample:
     """Choose items of a source as `choose_sample_with_query_items` does, without holding all of
     them in memory.
 
@@ -333,7 +333,7 @@ def sample_source(
         choice = _draw_from_clusters(source, random, count, seed)
         _refuse_repeated(choice, where)
         ids = _with_queried(choice, query_items, queried)
-    return Sampling(ids, total, query_items, random)
+    return SourceSample(ids, total, query_items, random)
 
 
 def _random_items(
@@ -349,7 +349,7 @@ def _random_items(
     ids: list[str] = []
     vectors = np.empty((0, 0), np.float32)
     query_items, total = set[str](), 0
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ITEMS):
         rows = check_rows(source.read(window), vectors.shape[1] if total else None, where)
         if not len(rows):
             continue
@@ -380,7 +380,7 @@ def _draw_from_clusters(source: Source, random: Rows, count: int, seed: int) -> 
     # For each cluster, number and id of an item by its place in the cluster's choice.
     choices: list[dict[int, tuple[int, str]]] = [{} for _ in centres]
     sizes, number = np.zeros(len(centres), np.int64), 0
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ITEMS):
         rows = check_rows(source.read(window), centres.shape[1], where)
         if not len(rows):
             continue
@@ -454,7 +454,7 @@ def read_ids(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The result of `coverage`.
+    """The result of `measure_coverage`.
 
     Attributes:
         of_sample: Mean cosine distance from an item to the nearest item of the sample.
@@ -480,7 +480,7 @@ class Coverage:
         )
 
 
-def coverage(source: Source, sampling: Sampling, seed: int = 0) -> Coverage:
+def measure_coverage(source: Source, sampling: SourceSample, seed: int = 0) -> Coverage:
     """Measure how well a sample covers a source, compared with a random sample.
 
     A zero vector has the distance 1 to each item. The source is read again where the sampling does
@@ -519,7 +519,7 @@ def _mean_distance(vectors: Vectors, others: Vectors) -> float:
     return max(0.0, 1 - float(np.concatenate(cosines).mean())) if cosines else 0.0
 
 
-def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
+def cluster_vectors(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
     """Cluster vectors by k-means, fitted to a random 20,000 of them at most.
 
     There are fewer clusters than `count` if there are fewer different vectors.
@@ -598,7 +598,7 @@ def _shares(sizes: Ints, count: int, most: Ints) -> list[int]:
 
 
 # Rows at either end of the order of keys by which drift is measured.
-ENDS = 2000
+DRIFT_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -690,7 +690,7 @@ def inspect(source: Source) -> Inspection:
     first: list[Vectors] = []
     last: list[Vectors] = []
     refusals = []
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ITEMS):
         try:
             rows = source.read(window)
         except InvalidInputError as error:
@@ -708,9 +708,9 @@ def inspect(source: Source) -> Inspection:
         if len(norms):
             low, high = min(low, float(norms.min())), max(high, float(norms.max()))
             total += float(norms.sum())
-        if sum(map(len, first)) < ENDS:
+        if sum(map(len, first)) < DRIFT_ROWS:
             first.append(good)
-        last = [*last, good] if sum(map(len, last)) < ENDS else [last[-1], good]
+        last = [*last, good] if sum(map(len, last)) < DRIFT_ROWS else [last[-1], good]
     if len(dims) > 1:
         found = ", ".join(f"{dim} from {name!r} on" for dim, name in dims.items())
         refusals.append(
@@ -739,7 +739,7 @@ def _drift(first: list[Vectors], last: list[Vectors], count: int) -> float | Non
     """Compute |mean - mean|² / ((1/n + 1/m) times the variance within both ends of a store."""
     if count < 200 or not first or not last:
         return None
-    size = min(ENDS, count // 2)
+    size = min(DRIFT_ROWS, count // 2)
     ends = [np.concatenate(first)[:size], np.concatenate(last)[-size:]]
     centres: list[Doubles] = [end.mean(0, np.float64) for end in ends]
     within = sum(float(end.var(0, np.float64).sum()) for end in ends) / 2

@@ -21,20 +21,20 @@ from nobackfill.adopt.gallery_scan import (
 from nobackfill.adopt.judgement import (
     MOST_BELOW,
     Figures,
-    Gallery,
-    HealingCurves,
+    JudgedGallery,
+    LazyReembeddingCurves,
     PerQuery,
     Queries,
     deciding_figure,
     figures_from_distances,
     query_item_distances,
-    valley,
+    valley_depth,
 )
 from nobackfill.adopt.maps import (
-    KINDS,
-    RESIDUAL,
+    MAP_KINDS,
+    RESIDUAL_KIND,
     Map,
-    Solver,
+    MapSolver,
     Trainer,
     fit_maps,
     is_unit,
@@ -100,17 +100,17 @@ class MapChoice:
             if self.kind == CONVERTER:
                 return converter
             return correct_converter(converter, pairs)
-        if self.kind == RESIDUAL and self.trainer is not None:
+        if self.kind == RESIDUAL_KIND and self.trainer is not None:
             straight = fit_maps(pairs.old, pairs.new, kinds=["affine"])["affine"]
             return train_residual(straight, pairs.old, pairs.new, self.trainer)
         if self.fitted_queries is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
-        rows = crossfit.add_queries(pairs, self.fitted_queries)
+        rows = crossfit.append_queries_as_pairs(pairs, self.fitted_queries)
         moments = Moments.from_blocks(split_into_blocks(rows.old, rows.new)())
         penalty = None
         if needs_strength([self.kind]):
-            penalty = crossfit.strength(rows, np.arange(len(pairs)), moments)
-        mapping = Solver(moments).maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
+            penalty = crossfit.choose_strength(rows, np.arange(len(pairs)), moments)
+        mapping = MapSolver(moments).maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
         counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.rows))}
         return replace(mapping, facts=mapping.facts | counts)
 
@@ -135,7 +135,7 @@ class MapChoice:
         part = Pairs([pairs.ids[row] for row in rows], pairs.old[rows], pairs.new[rows])
         queries = self.fitted_queries
         if queries is not None:
-            some = queries.part(np.flatnonzero(~left_out[queries.rows]))
+            some = queries.select(np.flatnonzero(~left_out[queries.rows]))
             queries = replace(some, rows=np.searchsorted(rows, some.rows))
         return replace(self, fitted_queries=queries).fit(part, converter)
 
@@ -174,7 +174,7 @@ def choose_map(
     figures = {kind: _figure(one, pairs, queries) for kind, one in candidates.items()}
     kind = max(figures, key=figures.__getitem__)
     choice = MapChoice(kind, figures, candidates[kind], None, trainer)
-    if queries.own or kind not in KINDS:
+    if queries.own or kind not in MAP_KINDS:
         return choice
     # Queries may be of another kind than items, or embedded in another way: they may not help.
     with_queries = crossfit.cross_fit(pairs, query_sets, [kind], fitted_queries=queries)[kind]
@@ -252,7 +252,7 @@ class AdapterChoice:
         for choice, rows in self.by_half(number, len(queries.rows)):
             of = fold[queries.rows[rows]]
             for one in np.unique(of):
-                mapping = choice.fit_without(pairs.reverse, fold == one)
+                mapping = choice.fit_without(pairs.exchange_models, fold == one)
                 mapped[rows[of == one]] = mapping(queries.new[rows[of == one]])
         return mapped
 
@@ -272,8 +272,8 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
         ValueError: A vector holds NaN or infinity, or with cosine is zero.
         IndexError: There is no set of queries.
     """
-    reverse, queries = pairs.reverse, query_sets[0]
-    sets = [one.reverse for one in query_sets]
+    reverse, queries = pairs.exchange_models, query_sets[0]
+    sets = [one.exchange_models for one in query_sets]
     candidates = [
         MapChoice(kind, {}, one, None)
         for kind, one in crossfit.cross_fit(reverse, sets, adapts_queries=True).items()
@@ -299,15 +299,15 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
 
 
 # A way with this share of the figures of re-embedding is as good as re-embedding.
-AS_GOOD = 0.99
+AS_GOOD_SHARE = 0.99
 # Re-embedding that takes no longer than this needs no other way.
 SOON_SECONDS = 600.0
 # Shares of the pairs that the learning curve is measured at.
-CURVE = (0.125, 0.25, 0.5, 1.0)
+CURVE_SHARES = (0.125, 0.25, 0.5, 1.0)
 # The new model's queries are mapped to the old space, and no stored vector changes.
-ADAPTER = "query adapter"
+ADAPTER_OPTION = "query adapter"
 # Cheapest first: of ways that are as good, the first is recommended.
-WAYS = ("stay", ADAPTER, "map", "both", "lazily", "re-embed")
+WAYS = ("stay", ADAPTER_OPTION, "map", "both", "lazily", "re-embed")
 # One more way where both models have one space: the same model on another host, in another
 # precision, or exported again. It goes before the others.
 SWITCH = "switch"
@@ -407,7 +407,7 @@ class Verdict:
     adapter: Map
     joining: FittedRankFusion
     curve: list[CurvePoint]
-    healing: HealingCurves
+    healing: LazyReembeddingCurves
     pairs: int
     notes: list[str] = field(default_factory=list)
     items: int = 0
@@ -464,7 +464,7 @@ def decide(
             "expected at least 2 queries, because what one half of them chooses is judged by the "
             f"other half, got {len(queries.rows)}; add queries, or leave them out"
         )
-    similar = judgement.item_queries(pairs)
+    similar = judgement.sample_item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
     known_items = not judged_queries.own
     judged_by = "MRR" if known_items else "agreement@10"
@@ -472,15 +472,17 @@ def decide(
     choice = choose_map(pairs, query_sets, converter, trainer)
     adapter = choose_adapter(pairs, query_sets)
     distances = choice.cross_fit.distances
-    gallery = Gallery(pairs.old, choice.cross_fit.vectors, pairs.new)
-    judged = judgement.judge(gallery, judged_queries, distances[0])
+    gallery = JudgedGallery(pairs.old, choice.cross_fit.vectors, pairs.new)
+    judged = judgement.judge_options(gallery, judged_queries, distances[0])
     figures = judged.ways
     by_set = [figures]
     if known_items:
         # agreement@10 of each way, with the rank fusion that is served to queries for known items.
         by_set.append(judgement.judge_fusion(gallery, similar, judged.joining, distances[1]))
     for number, one in enumerate(query_sets):
-        by_set[number][ADAPTER] = figures_from_distances(adapter.distances(number), pairs, one)
+        by_set[number][ADAPTER_OPTION] = figures_from_distances(
+            adapter.distances(number), pairs, one
+        )
     figures = _with_agreement(by_set)
     switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
     scans: list[ScanResult] = []
@@ -509,7 +511,7 @@ def decide(
     joining = replace(judged.joining, map_digest=mapping.digest)
     curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
     search = "finding that very item" if known_items else "finding similar things"
-    recall = float(scans[0].recall.mean()) if scans else None
+    recall = float(scans[0].candidate_recall.mean()) if scans else None
     notes = _scan_notes(scans, pairs, items, known_items) if scans else []
     notes += _notes(
         judged_queries, pairs, cost, joining.new_weight, curve, judged_by, scanned=bool(scans)
@@ -524,7 +526,7 @@ def decide(
     notes += _curve_notes(judged.healing, ways[-1], judged_by)
     return Verdict(
         way, words, search, judged_by, ways, choice.figures, mapping,
-        replace(adapter.choice.fit(pairs.reverse), direction="new to old"), joining, curve,
+        replace(adapter.choice.fit(pairs.exchange_models), direction="new to old"), joining, curve,
         judged.healing, len(pairs), notes, items, recall,
     )  # fmt: skip
 
@@ -544,7 +546,7 @@ def _scan(
     choice: MapChoice,
     adapter: AdapterChoice,
     judged: judgement.Judgement,
-    gallery: Gallery,
+    gallery: JudgedGallery,
     by_set: Sequence[Mapping[str, Figures]],
     items: int,
     converter: Map | None,
@@ -554,7 +556,8 @@ def _scan(
 
     Args:
         items: Items of the store, about.
-        names: Further ways to judge: SWITCH or none. All other arguments are those of `decide`.
+        names: Further ways to judge: SWITCH or none. All other arguments are those of
+            `decide`.
     """
     # As many folds as leave out about the pairs that the two folds of a cross-fit do.
     fold = np.random.default_rng(0).permutation(np.arange(len(pairs)) % crossfit.FEW)
@@ -568,8 +571,8 @@ def _scan(
     ):
         joinings = judged.halves if number == 0 else (judged.joining, judged.joining)
         rows = np.arange(len(queries.rows))
-        in_old = {ADAPTER: adapter.map_queries(number, queries, pairs, fold)}
-        in_old_distances = {ADAPTER: adapter.distances(number)}
+        in_old = {ADAPTER_OPTION: adapter.map_queries(number, queries, pairs, fold)}
+        in_old_distances = {ADAPTER_OPTION: adapter.distances(number)}
         if SWITCH in names:
             in_old[SWITCH] = queries.new
             in_old_distances[SWITCH] = query_item_distances(queries.new, pairs.old, queries.metric)
@@ -600,8 +603,8 @@ def _scan_notes(
     scans: Sequence[ScanResult], pairs: Pairs, items: int, known_items: bool
 ) -> list[str]:
     """State what was measured over the whole gallery, and what is an estimate."""
-    queries = len(scans[0].recall)
-    recall = 100 * float(scans[0].recall.mean())
+    queries = len(scans[0].candidate_recall)
+    recall = 100 * float(scans[0].candidate_recall.mean())
     what = "the items to find" if known_items else "the new model's ten neighbours, an estimate,"
     return [
         f"judged among all {items} items of the gallery with {queries} queries; ~ marks an "
@@ -661,8 +664,8 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     both = None if old is None or query is None else old + query
     hits = None if both is None or new is None else both + CANDIDATES_PER_SEARCH * new
     query_seconds = {
-        "stay": old, SWITCH: query, ADAPTER: query, "map": query, "both": both, "lazily": hits,
-        "re-embed": query,
+        "stay": old, SWITCH: query, ADAPTER_OPTION: query, "map": query, "both": both,
+        "lazily": hits, "re-embed": query,
     }  # fmt: skip
     migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
     # Native vectors are read, written and checked like migrated ones.
@@ -671,7 +674,7 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     all_seconds = {
         "stay": 0.0,
         SWITCH: 0.0,
-        ADAPTER: 0.0,
+        ADAPTER_OPTION: 0.0,
         "map": migrate,
         "both": migrate,
         "lazily": None if migrate is None or reembed is None else migrate + reembed,
@@ -726,7 +729,7 @@ def choose_option(
         if not way.worse
         and (items_available or way.name not in NEEDS_ITEMS)
         and (old_model_available or way.name not in NEEDS_OLD_MODEL)
-        and (way.name != ADAPTER or not old_model_available or judged_by in way.better)
+        and (way.name != ADAPTER_OPTION or not old_model_available or judged_by in way.better)
     ]
     if not open_ways:
         return "stay", (
@@ -744,7 +747,7 @@ def choose_option(
     if reembed in open_ways and seconds is not None and seconds <= SOON_SECONDS:
         return "re-embed", f"re-embedding everything takes only {seconds:.0f} s"
     for way in open_ways:
-        if all(way.figures[name] >= AS_GOOD * reembed.figures[name] for name in compared):
+        if all(way.figures[name] >= AS_GOOD_SHARE * reembed.figures[name] for name in compared):
             return way.name, _WHY[way.name]
     best = max(open_ways, key=lambda way: way.figures[judged_by])
     condition = "" if old_model_available else "the old model is gone, and "
@@ -761,8 +764,8 @@ def choose_option(
 # Why a way is chosen that is as good as re-embedding.
 _WHY = {
     "stay": "the old model finds as much as the new one would",
-    ADAPTER: "the new model's queries, mapped to the old space, find as much as re-embedding "
-    "everything would; no stored vector changes",
+    ADAPTER_OPTION: "the new model's queries, mapped to the old space, find as much as "
+    "re-embedding everything would; no stored vector changes",
     "map": "migrated vectors find as much as re-embedding everything would",
     "both": "old and new scores together find as much as re-embedding everything would",
     "lazily": "if the hits of each query are re-embedded, searches are as good as after "
@@ -781,11 +784,11 @@ def _learning_curve(
     """
     points: list[CurvePoint] = []
     kind = choice.kind
-    if kind in (CONVERTER, RESIDUAL):
+    if kind in (CONVERTER, RESIDUAL_KIND):
         return points
     share_of_all = crossfit.share_fitted_per_map(crossfit.fold_count(pairs))
     fitted = share_of_all * len(pairs)
-    for share in CURVE:
+    for share in CURVE_SHARES:
         if share == 1:
             points.append(CurvePoint(round(fitted), choice.figure))
         elif share * fitted >= 20:
@@ -807,7 +810,7 @@ def _learning_curve(
     return points
 
 
-def _curve_notes(curves: HealingCurves, reembed: Way, judged_by: str) -> list[str]:
+def _curve_notes(curves: LazyReembeddingCurves, reembed: Way, judged_by: str) -> list[str]:
     """Describe the figures while items become native, by score and by distance."""
     name = judged_by if judged_by == "agreement@10" else "R@1"
     curve, raw = curves.calibrated[name], curves.raw[name]
@@ -820,7 +823,7 @@ def _curve_notes(curves: HealingCurves, reembed: Way, judged_by: str) -> list[st
             f"with all items native, both models together have {name} {100 * curve[-1]:.1f} and "
             f"the new one alone {100 * reembed.figures[name]:.1f}: go on with rank fusion"
         )
-    if (below := valley(raw)) > MOST_BELOW:
+    if (below := valley_depth(raw)) > MOST_BELOW:
         notes.append(
             f"in one index ranked by distance, {name} falls to {100 * min(raw):.1f} on the way, "
             f"{100 * below:.1f} points below the lower end: do not mix migrated and native vectors "
@@ -829,7 +832,7 @@ def _curve_notes(curves: HealingCurves, reembed: Way, judged_by: str) -> list[st
     return notes
 
 
-def gain_of_doubling(curve: list[CurvePoint]) -> float | None:
+def gain_of_doubling_pairs(curve: list[CurvePoint]) -> float | None:
     """Estimate how much twice the pairs would raise the figure, from the last two doublings.
 
     Args:
@@ -861,7 +864,7 @@ def _notes(
     if cost.items > len(pairs):
         sample += f"; the gallery has {cost.items} items, where every figure is lower"
     notes = [] if scanned else [sample]
-    gain = gain_of_doubling(curve)
+    gain = gain_of_doubling_pairs(curve)
     if gain is not None:
         notes.append(
             f"twice as many pairs would raise {judged_by} of the map by about {100 * gain:.1f} "

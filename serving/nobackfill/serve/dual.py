@@ -19,7 +19,7 @@ import numpy as np
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.joining import load_rank_fusion
 from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_adapter, load_map
-from nobackfill.adopt.pairs import judged_by
+from nobackfill.adopt.pairs import judging_metric
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, check_same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve.reembedding import SourceReembedding, item_versions
@@ -125,7 +125,7 @@ class Dual:
                 After an error, `natives` and `reembedder` stay open.
             BusyError: others hold the store, or its server has too many requests.
         """
-        judged_by(source.facts())
+        judging_metric(source.facts())
         if joining.map_digest != mapping.digest:
             raise IncompatibleSpaceError(
                 "the rank fusion (the file of --joining) was fitted for another map; use the files "

@@ -28,7 +28,7 @@ from nobackfill.loopback import is_loopback
 from nobackfill.vectors import InputKind, Vectors, check_vectors
 
 # The variable that holds the bearer's key.
-KEY = "NOBACKFILL_ENDPOINT_KEY"
+KEY_VARIABLE = "NOBACKFILL_ENDPOINT_KEY"
 # Statuses after which a retry may succeed; 52x is the status of a proxy whose server timed out.
 _LATER = {408, 409, 425, 429, 500, 502, 503, 504, *range(520, 525), 529}
 # Statuses that may be due to a text, or to the number of texts.
@@ -97,7 +97,7 @@ class Endpoint:
         if parsed.host is None or parsed.auth is not None:
             raise ConfigurationError(
                 "address of the endpoint: expected https://HOST/PATH without a user name and "
-                f"password, which are not repeated here; put the key in the variable {KEY}"
+                f"password, which are not repeated here; put the key in the variable {KEY_VARIABLE}"
             )
         address, _, settings = url.partition("#")
         # The query may hold a secret.
@@ -219,7 +219,7 @@ class Endpoint:
             UnusableItemsError: The texts may be the cause.
             InvalidInputError: A retry cannot help.
         """
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             response = self._http.request(
@@ -236,7 +236,7 @@ class Endpoint:
         if response.status in (401, 403):
             raise NotPermittedError(
                 f"{self._name}: the endpoint refuses the API key; put a valid one in the "
-                f"environment variable {KEY}{_colon(data)}"
+                f"environment variable {KEY_VARIABLE}{_colon(data)}"
             )
         if response.status == 200:
             return self._answer(data, len(body["input"]))

@@ -14,7 +14,7 @@ import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder, open_embedder
 from nobackfill.adopt.embedding.vector_folder import (
-    CONTENT,
+    CONTENT_DIGEST_COLUMN,
     EmbeddingRun,
     ItemList,
     content_digest,
@@ -35,7 +35,7 @@ from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
 from nobackfill.vectors import InputKind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
-WINDOW = 512
+WINDOW_ROWS = 512
 # Most rows that a flip may write while it locks the store.
 ROWS_UNDER_LOCK = 32
 # Items of a window that are tried to learn the model's dimension.
@@ -134,7 +134,7 @@ class ListedContents:
 
 
 def contents_name(column: str | None, items: str | None) -> str:
-    """Return the name of the originals for `native_mark`.
+    """Return the name of the originals for `native_vector_digest`.
 
     Args:
         column: Column of the store; ignored if `items` is given.
@@ -147,7 +147,7 @@ def contents_name(column: str | None, items: str | None) -> str:
     return str(Path(items).resolve()) if items is not None else str(column)
 
 
-def native_mark(model: str, contents: str) -> str:
+def native_vector_digest(model: str, contents: str) -> str:
     """Return the digest that marks native vectors in a store, as 64 hexadecimal digits.
 
     Texts in any length; equal arguments give the same digest.
@@ -239,17 +239,18 @@ class VectorFolder:
                 f"{path}: expected vectors of the items, got vectors of queries; give a folder of "
                 "`nobackfill embed` without --queries"
             )
-        if facts.model is None or CONTENT not in facts.columns:
+        if facts.model is None or CONTENT_DIGEST_COLUMN not in facts.columns:
             raise InvalidInputError(
                 f"{path}: expected a folder of `nobackfill embed` that records the model and the "
-                f"content of each vector (column {CONTENT!r}); embed the items into a new folder"
+                f"content of each vector (column {CONTENT_DIGEST_COLUMN!r}); embed the items into "
+                "a new folder"
             )
         self.model: str = facts.model
         self._places: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, str] = {}
         self._windows = list(self._source.windows(0))
         for number, window in enumerate(self._windows):
-            digests = self._source.column(window, CONTENT)
+            digests = self._source.column(window, CONTENT_DIGEST_COLUMN)
             self._places |= {name: (number, row) for row, name in enumerate(digests.ids)}
             self._digests |= dict(zip(digests.ids, digests.values, strict=True))
         self._loaded: dict[int, Vectors] = {}
@@ -299,7 +300,7 @@ class NativeVectorComputer:
         missing: For each item without a new vector, its id and the reason.
     """
 
-    window = WINDOW
+    window = WINDOW_ROWS
 
     def __init__(
         self,
@@ -384,7 +385,7 @@ class NativeVectorComputer:
         return Target(
             name,
             self._dim,
-            native_mark(self.model, self._contents.name),
+            native_vector_digest(self.model, self._contents.name),
             self.model,
             self._contents.column,
             native=True,
@@ -408,12 +409,12 @@ class NativeVectorComputer:
         if self._natives is None:
             return []
         if self._after is not None:
-            ids = [name for name, _ in self._natives.page_of_ids(self._after, WINDOW)]
+            ids = [name for name, _ in self._natives.page_of_ids(self._after, WINDOW_ROWS)]
             self._after = ids[-1] if ids else None
             if ids:
                 return ids
-        wanted = self._natives.requested_ids(WINDOW + len(self._wanted))
-        ids = [name for name in wanted if name not in self._wanted][:WINDOW]
+        wanted = self._natives.requested_ids(WINDOW_ROWS + len(self._wanted))
+        ids = [name for name in wanted if name not in self._wanted][:WINDOW_ROWS]
         self._wanted.update(ids)
         return ids
 
@@ -591,7 +592,7 @@ def open_native_vectors(
 
 def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
     """Embed items one by one until one succeeds, and return the dimension of its vector."""
-    for window in source.windows(WINDOW):
+    for window in source.windows(WINDOW_ROWS):
         rows = source.read(window)
         values = list(contents.of(rows, window).items())
         for name, value in values[:_TRIED]:
@@ -600,7 +601,7 @@ def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
                 return int(vectors.shape[1])
     raise InvalidInputError(
         f"{source.facts().name}: the new model could embed none of the items that were tried, "
-        f"{_TRIED} of every {WINDOW}; check --with, and --column or --items"
+        f"{_TRIED} of every {WINDOW_ROWS}; check --with, and --column or --items"
     )
 
 

@@ -17,12 +17,12 @@ from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import (
     MODEL,
-    READS,
-    SECONDS,
+    ROLE_KEY,
+    SECONDS_KEY,
     ParquetSource,
-    encode_table,
     read_table,
-    table_bytes,
+    table_to_parquet,
+    vectors_to_parquet,
 )
 from nobackfill.adopt.sources.source import Searchable, Source, repeated_ids
 from nobackfill.durable import make_dir, remove_temporary_files, write_file
@@ -43,7 +43,7 @@ with require_extra("adopt"):
 
 _WINDOW = 1000
 # Column with the digest of each item's content; see content_digest.
-CONTENT = "content"
+CONTENT_DIGEST_COLUMN = "content"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _is_unicode(text: str) -> bool:
 
 
 # Items of a Parquet file.
-PART = 500
+PART_ITEMS = 500
 # If none of so many items can be embedded, the model is the cause, not the items.
 _HOPELESS = 1000
 
@@ -228,7 +228,7 @@ def embed_into(
     *,
     batch: int = 32,
     progress: Callable[[int], None] | None = None,
-    refuse: Callable[[str, str], None] | None = None,
+    on_failure: Callable[[str, str], None] | None = None,
 ) -> int:
     """Embed the items that are not yet in a folder, and write their vectors into it.
 
@@ -248,8 +248,8 @@ def embed_into(
             1.
         progress: Called with the number of items tried so far. Its errors end the run; what was
             embedded before is stored.
-        refuse: Called with the id and the reason of each item that the model cannot embed; such an
-            item is left out. None leaves it out silently. Its errors end the run, too.
+        on_failure: Called with the id and the reason of each item that the model cannot embed;
+            such an item is left out. None leaves it out silently. Its errors end the run, too.
 
     Returns:
         The number of items embedded by this run.
@@ -275,12 +275,12 @@ def embed_into(
     remove_temporary_files(folder)
     done, files = _done(folder, items, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
-    run = EmbeddingRun(items, embedder, batch, refuse)
-    for first in range(0, len(rest), PART):
+    run = EmbeddingRun(items, embedder, batch, on_failure)
+    for first in range(0, len(rest), PART_ITEMS):
         ids: list[str] = []
         digests: list[str] = []
         vectors: list[Vectors] = []
-        part = rest[first : first + PART]
+        part = rest[first : first + PART_ITEMS]
         # Before the model reads a file: one that is replaced meanwhile has another digest.
         contents = {row: _digest_or_empty(items.values[row]) for row in part}
         started = time.perf_counter()
@@ -290,7 +290,7 @@ def embed_into(
                 digests += [contents[row] for row in rows]
                 vectors.append(made)
                 if progress is not None:
-                    progress(run.tried)
+                    progress(run.attempted_count)
         finally:
             # Also after an interrupt: the batches may have cost money.
             if ids:
@@ -298,7 +298,7 @@ def embed_into(
                 file = folder / f"part-{files:05d}.parquet"
                 _write(file, ids, digests, vectors, embedder, seconds)
                 files += 1
-    return run.made
+    return run.embedded_count
 
 
 def _digest_or_empty(value: str | Path) -> str:
@@ -313,8 +313,8 @@ class EmbeddingRun:
     """Embeds items in batches, and halves a batch that fails until it finds the failing items.
 
     Attributes:
-        made: Number of items embedded so far.
-        tried: Number of items tried so far, with failing ones.
+        embedded_count: Number of items embedded so far.
+        attempted_count: Number of items tried so far, with failing ones.
         batch: At least 1.
 
     Args:
@@ -327,12 +327,12 @@ class EmbeddingRun:
 
     def __init__(
         self, items: ItemList, embedder: Embedder, batch: int,
-        refuse: Callable[[str, str], None] | None,
+        on_failure: Callable[[str, str], None] | None,
     ) -> None:  # fmt: skip
-        self._items, self._embedder, self._refuse = items, embedder, refuse
+        self._items, self._embedder, self._refuse = items, embedder, on_failure
         self._batch = batch
         self._dim: int | None = None
-        self.made = self.tried = 0
+        self.embedded_count = self.attempted_count = 0
 
     def embed(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
         """Embed some of the items, and yield them batch by batch, without failing ones.
@@ -358,12 +358,12 @@ class EmbeddingRun:
         while start < len(rows):
             some = rows[start : start + self._batch]
             start += len(some)
-            refused = self.tried - self.made
+            refused = self.attempted_count - self.embedded_count
             sizes = []
             for taken, vectors in self._halved(some):
                 sizes.append(len(taken))
                 yield taken, vectors
-            if len(sizes) > 1 and self.tried - self.made == refused:
+            if len(sizes) > 1 and self.attempted_count - self.embedded_count == refused:
                 # Each item is taken, only not so many at a time.
                 self._batch = max(sizes)
 
@@ -383,8 +383,8 @@ class EmbeddingRun:
                     "into a folder of its own (--out)"
                 )
             self._dim = vectors.shape[1]
-            self.made += len(rows)
-            self.tried += len(rows)
+            self.embedded_count += len(rows)
+            self.attempted_count += len(rows)
             yield rows, vectors
             return
         half = len(rows) // 2
@@ -392,11 +392,11 @@ class EmbeddingRun:
         yield from self._halved(rows[half:])
 
     def _refused(self, row: int, error: UnusableItemsError) -> None:
-        self.tried += 1
+        self.attempted_count += 1
         if self._refuse is not None:
             why = str(error).removeprefix(f"{self._items.values[row]}: ")
             self._refuse(self._items.ids[row], why)
-        if self.made == 0 and self.tried >= _HOPELESS:
+        if self.embedded_count == 0 and self.attempted_count >= _HOPELESS:
             raise InvalidInputError(
                 f"none of the first {_HOPELESS} items could be embedded, so check --with; the "
                 f"reason for the last is: {error}"
@@ -411,12 +411,14 @@ def _write(
     embedder: Embedder,
     seconds: float,
 ) -> None:
-    metadata = {MODEL: embedder.fingerprint.encode(), SECONDS: f"{seconds:.6g}".encode()}
+    metadata = {MODEL: embedder.fingerprint.encode(), SECONDS_KEY: f"{seconds:.6g}".encode()}
     if embedder.reads:
-        metadata[READS] = embedder.reads.encode()
+        metadata[ROLE_KEY] = embedder.reads.encode()
     joined = np.concatenate(vectors)
-    others = {CONTENT: pa.array(digests)}
-    write_file(path, table_bytes("id", pa.array(ids), "vector", joined, metadata, others), 0o600)
+    others = {CONTENT_DIGEST_COLUMN: pa.array(digests)}
+    write_file(
+        path, vectors_to_parquet("id", pa.array(ids), "vector", joined, metadata, others), 0o600
+    )
 
 
 def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], int]:
@@ -457,13 +459,13 @@ def _unchanged(file: Path, values: dict[str, str | Path]) -> set[str]:
     """
     table = read_table(file)
     ids: list[str] = table["id"].to_pylist()
-    if CONTENT not in table.column_names:
+    if CONTENT_DIGEST_COLUMN not in table.column_names:
         return set(ids)
-    digests = table[CONTENT].to_pylist()
+    digests = table[CONTENT_DIGEST_COLUMN].to_pylist()
     kept = [
         name not in values or digest == _digest_or_empty(values[name])
         for name, digest in zip(ids, digests, strict=True)
     ]
     if not all(kept):
-        write_file(file, encode_table(table.filter(pa.array(kept))), 0o600)
+        write_file(file, table_to_parquet(table.filter(pa.array(kept))), 0o600)
     return {name for name, same in zip(ids, kept, strict=True) if same}

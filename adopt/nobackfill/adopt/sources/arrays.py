@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from nobackfill.adopt.pairs import WINDOW, read_all
+from nobackfill.adopt.pairs import WINDOW_ITEMS, read_all
 from nobackfill.adopt.sources.source import (
     ColumnValues,
     Facts,
@@ -169,7 +169,7 @@ class ArraySource:
         values = array[window.lower : window.upper]
         return ColumnValues(self.read(window).ids, list(map(value_as_text, values.tolist())))
 
-    def open_target(self, target: Target) -> "NewArray":
+    def open_target(self, target: Target) -> "ArrayTarget":
         """Create the folder of parts for new vectors, or open that of an earlier run of this map.
 
         An unfinished file of a killed run is deleted. After a complete run nothing is pending.
@@ -195,7 +195,7 @@ class ArraySource:
         remove_temporary_files(parts)
         named = {"model": target.model} if target.model else {}
         write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
-        return NewArray(self, self._folder, parts, final, target)
+        return ArrayTarget(self, self._folder, parts, final, target)
 
     def open_migrated(self, name: str) -> "ArraySource":
         """Open the new vectors of a name, as a source of their own.
@@ -230,7 +230,7 @@ class ArraySource:
         return self._folder / f".{check_file_name(name)}.parts"
 
 
-class NewArray:
+class ArrayTarget:
     """The TargetVectors of an ArraySource: a file for each window, which `finish` joins.
 
     Args:
@@ -561,7 +561,7 @@ class MemorySource:
             IncompatibleSpaceError: Files of one folder record different models.
         """
         wanted, found = set(ids), dict[str, str]()
-        for window in self._source.windows(WINDOW):
+        for window in self._source.windows(WINDOW_ITEMS):
             one = self._source.column(window, column)
             found |= {n: v for n, v in zip(one.ids, one.values, strict=True) if n in wanted}
         return found

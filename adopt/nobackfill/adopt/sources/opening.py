@@ -8,7 +8,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.extras import load_plugin, plugin_names
 
 # In one line: a terminal shows the line ends of a message escaped.
-KINDS = (
+ADDRESS_FORMS = (
     "FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors), "
     "postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or "
     "qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION, "
@@ -92,10 +92,13 @@ def open_source(
         return source
     if "://" in address:
         # Not the address itself: it may hold a password.
-        raise InvalidInputError(f"{kind}://…: expected a SOURCE in one of these forms: {KINDS}")
+        raise InvalidInputError(
+            f"{kind}://…: expected a SOURCE in one of these forms: {ADDRESS_FORMS}"
+        )
     if not address:
         raise InvalidInputError(
-            f"SOURCE: expected an address, got an empty one; give it one of these forms: {KINDS}"
+            "SOURCE: expected an address, got an empty one; give it one of these forms: "
+            f"{ADDRESS_FORMS}"
         )
     path = Path(address)
     if (path / "ids.npy").is_file():
@@ -110,7 +113,8 @@ def open_source(
                 "Correct the name, or install its plug-in (in a checkout: `make setup`)"
             )
         raise NotFoundError(
-            f"{address}: no such file or folder; expected a SOURCE in one of these forms: {KINDS}"
+            f"{address}: no such file or folder; expected a SOURCE in one of these forms: "
+            f"{ADDRESS_FORMS}"
         )
     from nobackfill.adopt.sources.parquet import ParquetSource
 
@@ -156,7 +160,7 @@ def open_searchable(
     return MemorySource(source)
 
 
-def open_items(
+def open_item_vectors(
     address: str,
     option: str,
     *,

@@ -43,12 +43,12 @@ with require_extra("adopt"):
 
 # The model of the vectors: its fingerprint, or, in an export of a gateway, a release's space.
 MODEL, SPACE = b"nobackfill.model", b"nobackfill.space"
-SECONDS = b"nobackfill.seconds_per_item"
+SECONDS_KEY = b"nobackfill.seconds_per_item"
 # Files whose times estimate the time of all.
 _TIMED_FILES = 16
-READS = b"nobackfill.reads"
+ROLE_KEY = b"nobackfill.reads"
 # In a file of new vectors: the identity of its source file.
-OF = b"nobackfill.of"
+SOURCE_FILE_KEY = b"nobackfill.of"
 # In a file of new vectors that lacks some of its row group's items.
 PARTIAL = b"nobackfill.partial"
 _MARK = "carried.json"
@@ -144,7 +144,7 @@ class ParquetSource:
         for file in self._files[:_TIMED_FILES]:
             opened = _opened(file)
             try:
-                found = float((opened.schema_arrow.metadata or {})[SECONDS])
+                found = float((opened.schema_arrow.metadata or {})[SECONDS_KEY])
             except (KeyError, ValueError):
                 continue
             if math.isfinite(found):
@@ -156,7 +156,7 @@ class ParquetSource:
         """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`),
         from the first file; empty without one.
         """
-        return str((self._schema.metadata or {}).get(READS, b"").decode(errors="replace"))
+        return str((self._schema.metadata or {}).get(ROLE_KEY, b"").decode(errors="replace"))
 
     def count(self) -> int:
         """Count the rows that have a vector; reads every vector.
@@ -271,7 +271,7 @@ class ParquetSource:
             ) from error
         return json.dumps({"size": size, "mtime_ns": changed, "footer": digest}).encode()
 
-    def open_target(self, target: Target) -> "NewParquetFiles":
+    def open_target(self, target: Target) -> "ParquetTarget":
         """Create the folder of new vectors, or open that of an earlier run of this map.
 
         Unfinished files of a killed run are deleted. A folder that an earlier version made, without
@@ -300,7 +300,7 @@ class ParquetSource:
         else:
             make_dir(folder)
             write_file(folder / _MARK, json.dumps(mark).encode())
-        return NewParquetFiles(self, folder, target, self._key)
+        return ParquetTarget(self, folder, target, self._key)
 
     def open_migrated(self, name: str) -> "ParquetSource":
         """Open the new vectors of a name, as a source of their own.
@@ -358,7 +358,7 @@ class ParquetSource:
         return file.relative_to(self._inside).as_posix()
 
 
-class Read(NamedTuple):
+class ReadVersion(NamedTuple):
     """The version of rows that were read from a Parquet file.
 
     Attributes:
@@ -372,7 +372,7 @@ class Read(NamedTuple):
     total: int
 
 
-class NewParquetFiles:
+class ParquetTarget:
     """The TargetVectors of a ParquetSource: files `_NAME/FILE.GROUP.parquet` with its keys.
 
     Args:
@@ -401,11 +401,11 @@ class NewParquetFiles:
         # Before its rows are read: a file that is replaced meanwhile is pending again.
         now = self._source.identity(window)
         metadata = self._metadata(window)
-        if metadata.get(OF) == now and PARTIAL not in metadata:
+        if metadata.get(SOURCE_FILE_KEY) == now and PARTIAL not in metadata:
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
-        read = Read(window, now, len(rows))
-        if metadata.get(OF) == now:
+        read = ReadVersion(window, now, len(rows))
+        if metadata.get(SOURCE_FILE_KEY) == now:
             done = set(self.read(window).ids)
             rows = _take(rows, [row for row, name in enumerate(rows.ids) if name not in done])
         return replace(rows, versions=[read] * len(rows))
@@ -425,23 +425,25 @@ class NewParquetFiles:
             InvalidInputError: The source file is gone, or it or the earlier file cannot be read.
         """
         (read,) = set(rows.versions)
-        assert isinstance(read, Read)
-        metadata = {OF: read.of}
+        assert isinstance(read, ReadVersion)
+        metadata = {SOURCE_FILE_KEY: read.of}
         if self._target.model:
             metadata[MODEL] = self._target.model.encode()
         if len(rows) < read.total:
             rows, vectors = self._with_earlier(read, rows, vectors)
         if len(rows) < read.total:
             metadata[PARTIAL] = b"1"
-        data = table_bytes(self._key, rows.keys, self._target.name, vectors, metadata)
+        data = vectors_to_parquet(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
         write_file(file, data, permissions_of(self._source.file(read.window)))
 
-    def _with_earlier(self, read: Read, rows: Rows, vectors: Vectors) -> tuple[Rows, Vectors]:
+    def _with_earlier(
+        self, read: ReadVersion, rows: Rows, vectors: Vectors
+    ) -> tuple[Rows, Vectors]:
         """Add the new vectors that the file of a row group has, in the order of the source."""
         by_id = dict(zip(rows.ids, vectors, strict=True))
-        if self._metadata(read.window).get(OF) == read.of:
+        if self._metadata(read.window).get(SOURCE_FILE_KEY) == read.of:
             earlier = self.read(read.window)
             by_id = dict(zip(earlier.ids, earlier.vectors, strict=True)) | by_id
         every = self._source.read(read.window)
@@ -512,7 +514,7 @@ def _files(folder: Path) -> list[Path]:
     return [file for path in inside for file in _files(path)]
 
 
-def table_bytes(
+def vectors_to_parquet(
     key: str,
     keys: Any,
     vector: str,
@@ -536,10 +538,10 @@ def table_bytes(
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = pa.table({key: keys, vector: lists, **others}).replace_schema_metadata(metadata)
-    return encode_table(table)
+    return table_to_parquet(table)
 
 
-def encode_table(table: Any) -> bytes:
+def table_to_parquet(table: Any) -> bytes:
     """Encode a table of pyarrow, with its metadata, as the bytes of a Parquet file.
 
     Nothing is written to a file. The table has at least one column.
