@@ -17,7 +17,6 @@ from nobackfill.adopt.sources.flipping import FlippingSource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Flippable, Target, Window
 from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
-from nobackfill.plugins.milvus.source import MilvusStore
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Milvus
 from tests.adopt.stores import MADE, opened
@@ -85,6 +84,8 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
 def test_what_is_written_while_it_goes_back_is_not_lost(
     store: Milvus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from nobackfill.plugins.milvus.source import MilvusStore
+
     carry(live(store), TARGET, MAP, flip=True)
     lead, late = MilvusStore.lead, ["late"]
 
