@@ -142,8 +142,8 @@ class _InTables(PgvectorSource):
     def open_target(self, target: Target) -> TargetVectors:
         return super().open_target(replace(target, name=f"table:{target.name}"))
 
-    def rollback(self, name: str) -> bool:
-        return super().rollback(f"table:{name}")
+    def drop_new_vectors(self, name: str) -> bool:
+        return super().drop_new_vectors(f"table:{name}")
 
 
 class PgvectorTable(Pgvector):

@@ -132,7 +132,7 @@ def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> N
         connection.execute("UPDATE places SET v = NULL WHERE id = 'a'")
         assert connection.execute("SELECT count(new) FROM places").fetchone() == (1,)
         # However the table is named, what was made is found.
-        assert open_source(f"{address}#public.places").rollback("new")
+        assert open_source(f"{address}#public.places").drop_new_vectors("new")
         for step in done.steps:
             if step.startswith(("CREATE", "BEGIN")):
                 connection.execute(step.encode())
@@ -156,7 +156,7 @@ def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) ->
         # The old vectors in v_before are not what is searched.
         assert open_source(f"{address}#t").facts().dim == MAP.dims[1]
         # What now answers searches is nothing that can be taken back.
-        assert not open_source(f"{address}#t").rollback("v")
+        assert not open_source(f"{address}#t").drop_new_vectors("v")
 
 
 def test_a_database_that_is_only_read_is_said_to_be(postgres: Server) -> None:
@@ -184,8 +184,8 @@ def test_new_vectors_stay_beside_the_old(tmp_path: Path) -> None:
             with pytest.raises(InvalidInputError, match="--to: expected a name"):
                 carry(source, target(name), MAP)
             with pytest.raises(InvalidInputError, match="--to: expected a name"):
-                source.rollback(name)
-        assert not open_source(str(address)).rollback("never")
+                source.drop_new_vectors(name)
+        assert not open_source(str(address)).drop_new_vectors("never")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -349,7 +349,7 @@ def test_an_exchange_that_is_killed_anywhere_continues_or_is_undone(
                 check_mapped(store)
                 assert source_of(store).flip_back("docs_new") == 0
             else:
-                source.rollback("docs_new")
+                source.drop_new_vectors("docs_new")
         assert names(store) - {"docs_new"} == {"docs"} and description(store)["id"] == own
         assert set(vectors_of(store)) == set(MADE.ids)
         carry(store.open(), TARGET, MAP)

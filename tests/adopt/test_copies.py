@@ -149,14 +149,14 @@ def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) ->
     flipped = open_source(f"milvus:{store.place}#live")
     assert flipped.facts().dim == MAP.dims[1] and flipped.facts().model == "new"
     with pytest.raises(InvalidInputError, match="while the alias live leads to it"):
-        store.open().rollback("docs_to")
-    assert not flipped.rollback("docs_to")
+        store.open().drop_new_vectors("docs_to")
+    assert not flipped.drop_new_vectors("docs_to")
     # Who puts items knows nothing of what carrying keeps in them.
     row = {"id": "new", "vector": MADE.new[0], "text": "t", "number": 1}
     store.client.upsert("live", [row])
     assert flipped.count() == 231
     eval(flip.replace("'docs_to'", "'docs'"), {"client": store.client})
-    assert store.open().rollback("docs_to")
+    assert store.open().drop_new_vectors("docs_to")
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_names_flip_and_what_answers_is_not_taken_back(store: Chroma) -> None:
         store.asked("PUT", path, {"new_name": new})
     flipped = store.open()
     assert flipped.facts().dim == MAP.dims[1] and flipped.facts().model == "new"
-    assert not flipped.rollback("docs")
-    assert not store.open("docs_before").rollback("docs")
+    assert not flipped.drop_new_vectors("docs")
+    assert not store.open("docs_before").drop_new_vectors("docs")
     assert store.open("docs_before").count() == 230
 
 

@@ -252,7 +252,7 @@ def test_digests_of_an_earlier_version_are_read_or_refused_in_sqlite(sqlite: Sql
     connection.execute("UPDATE nobackfill_items SET key = 7 WHERE key = '007'")
     with pytest.raises(AlreadyExistsError, match="keys such as '007' as numbers"):
         carry(sqlite.open(), target("docs_new"), MAP)
-    assert sqlite.open().rollback("docs_new")
+    assert sqlite.open().drop_new_vectors("docs_new")
     assert carry(sqlite.open(), target("docs_new"), MAP).write_count == 231
 
 

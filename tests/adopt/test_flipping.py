@@ -178,13 +178,13 @@ def test_a_killed_flip_continues_or_goes_back(store: Milvus) -> None:
     source = live(store)
     assert (source.facts().dim, source.flip_state(MAP.digest)) == (24, "old")
     assert source.read_migration_mark("docs_new") == MAP.digest
-    assert source.rollback("docs_new")
+    assert source.drop_new_vectors("docs_new")
     assert led_to(store) == "docs" and store.client.list_collections() == ["docs"]
     kill_in_flip()
     store.put("late", MADE.old[5])
     store.put_new(MADE.ids[2], MADE.new[9], "live")
     with pytest.raises(InvalidInputError, match="programs have written items since"):
-        live(store).rollback("docs_new")
+        live(store).drop_new_vectors("docs_new")
     assert carry(live(store), TARGET, MAP, flip=True).total == 231
     found = vectors_of(live(store))
     np.testing.assert_allclose(found["late"], mapped(MADE.old[5]), atol=1e-5)

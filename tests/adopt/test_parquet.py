@@ -96,7 +96,7 @@ def test_files_of_one_stem_have_folders_of_their_own(tmp_path: Path) -> None:
     third = write_parquet(tmp_path / "a.pq.parquet", MADE.ids, MADE.old)
     with pytest.raises(AlreadyExistsError, match=r"from a\.pq\.parquet"):
         carried(third)
-    assert open_source(str(other)).rollback("new")
+    assert open_source(str(other)).drop_new_vectors("new")
     assert (tmp_path / "_a.new").exists() and not (tmp_path / "_a.pq.new").exists()
 
 
@@ -114,7 +114,7 @@ def test_a_folder_of_before_november_2026_is_gone_on_with(tmp_path: Path, suffix
     assert (done.write_count, done.total) == (60, 60)
     assert right(path, folder)
     assert carried(path).write_count == 0
-    assert open_source(str(path)).rollback("new") and not folder.exists()
+    assert open_source(str(path)).drop_new_vectors("new") and not folder.exists()
 
 
 def test_a_copy_of_an_export_is_its_own(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_folders_of_partitions_are_read_and_kept(tmp_path: Path) -> None:
         "year=2020", "year=2020", "year=2021", "year=2021",
     ]  # fmt: skip
     assert carried(folder).write_count == 0
-    assert open_source(str(folder)).rollback("new") and not (folder / "_new").exists()
+    assert open_source(str(folder)).drop_new_vectors("new") and not (folder / "_new").exists()
 
 
 def _bytes_ids(folder: Path) -> None:

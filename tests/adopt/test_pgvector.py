@@ -158,7 +158,7 @@ def test_keys_of_any_type_find_their_vectors(postgres: Server, kind: str, keys: 
         ).fetchall()
         old, new = (np.array(part, np.float32) for part in zip(*found, strict=True))
         np.testing.assert_allclose(MAP(old), new, atol=1e-5)
-        assert open_source(f"{address}#T; --").rollback(to.name)
+        assert open_source(f"{address}#T; --").drop_new_vectors(to.name)
         left = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'new%%'", ())
         assert left.fetchall() == []
 

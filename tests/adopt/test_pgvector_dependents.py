@@ -404,7 +404,7 @@ def test_a_renamed_table_keeps_no_trigger_of_the_old_name(
     if end == "flip":
         carry(source, COLUMN, MAP, flip=True)
     else:
-        assert source.rollback("n")
+        assert source.drop_new_vectors("n")
         query = f"SELECT count(*) FROM pg_attribute WHERE attrelid = '{name}'::regclass"
         assert one(connection, f"{query} AND attname = 'n'") == 0
     assert one(connection, "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'nobackfill%'") == 0

@@ -128,7 +128,7 @@ def test_rows_without_a_vector_are_filled_after_the_flip(
     np.testing.assert_allclose(new[3], MADE.new[0], atol=1e-5)
     np.testing.assert_allclose(new[6000], MAP(drawn(2, 1))[0], atol=1e-4)
     # Nor is it taken back, or filled by another map.
-    assert not source.rollback(again.name)
+    assert not source.drop_new_vectors(again.name)
 
 
 # Ways to write to a table, or to a partition of it, without firing its triggers.
@@ -190,7 +190,7 @@ def test_the_printed_flip_refuses_vectors_that_went_stale_without_triggers(
     source = open_source(f"{address}#t", vector="v")
     with pytest.raises(VerificationError, match="'150'"):
         carry(source, target, MAP)
-    assert source.rollback(target.name)
+    assert source.drop_new_vectors(target.name)
     *_, flip = carried(address, target).steps
     connection.execute(flip.encode())
     check(connection, target, set(range(300)))

@@ -59,7 +59,7 @@ def test_a_renamed_table_finds_its_new_vectors(
     target = replace(TARGET, name=f"table:{rename.new}")
     source = rename.open(address)
     if end == "rollback":
-        assert source.rollback(target.name)
+        assert source.drop_new_vectors(target.name)
         found = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'beside%'")
         assert found.fetchall() == []
     else:
@@ -98,10 +98,13 @@ def test_the_old_name_of_the_new_table_says_the_new_one(table: tuple[str, Connec
     carried(address)
     connection.execute("ALTER TABLE beside RENAME TO beside2")
     source = open_source(f"{address}#t")
-    for use in (lambda: source.rollback("table:beside"), lambda: carry(source, TARGET, MAP)):
+    for use in (
+        lambda: source.drop_new_vectors("table:beside"),
+        lambda: carry(source, TARGET, MAP),
+    ):
         with pytest.raises(NotFoundError, match="renamed to 'beside2'; use --to table:beside2"):
             use()
-    assert source.rollback("table:beside2")
+    assert source.drop_new_vectors("table:beside2")
 
 
 def test_a_table_that_took_the_name_has_no_part_in_it(table: tuple[str, Connection]) -> None:
@@ -115,7 +118,7 @@ def test_a_table_that_took_the_name_has_no_part_in_it(table: tuple[str, Connecti
     source = open_source(f"{address}#t")
     with pytest.raises(AlreadyExistsError, match="not made by this map"):
         carry(source, TARGET, MAP)
-    assert not source.rollback("table:beside")
+    assert not source.drop_new_vectors("table:beside")
     # The vectors of the other one are as they were, and followed.
     vector = str(drawn(2, 1)[0].tolist())
     connection.execute("UPDATE t_old SET v = %s WHERE id = 3", [vector])
@@ -144,7 +147,7 @@ def test_a_rename_after_the_flip_is_followed_or_named(table: tuple[str, Connecti
     connection.execute("INSERT INTO docs (id, v) VALUES (900, %s)", [str(MADE.old[0].tolist())])
     source = open_source(f"{address}#docs")
     assert carry(source, TARGET, MAP).write_count == 1
-    assert not source.rollback("table:beside")
+    assert not source.drop_new_vectors("table:beside")
     connection.execute("ALTER TABLE docs RENAME v TO emb")
     source = open_source(f"{address}#docs")
     with pytest.raises(InvalidInputError, match="RENAME COLUMN") as raised:
@@ -163,6 +166,6 @@ def test_a_renamed_new_column_is_watched_again(table: tuple[str, Connection], en
     if end == "flip":
         assert carry(source, replace(TARGET, name="n2"), MAP, flip=True).write_count == 0
     else:
-        assert source.rollback("n2")
+        assert source.drop_new_vectors("n2")
     assert connection.execute(NO_TRIGGERS).fetchall() == []
     connection.execute("UPDATE t SET v = v")

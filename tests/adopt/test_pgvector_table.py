@@ -57,14 +57,14 @@ def test_somebody_elses_table_is_left_alone(table: tuple[str, Connection]) -> No
     connection.execute("INSERT INTO beside VALUES (1, 'mine')")
     with pytest.raises(AlreadyExistsError, match="--rollback"):
         carried(address)
-    assert not open_source(f"{address}#t").rollback("table:beside")
+    assert not open_source(f"{address}#t").drop_new_vectors("table:beside")
     assert connection.execute("SELECT v FROM beside").fetchall() == [("mine",)]
     # Nor that of another source, though the map is the same.
     connection.execute("DROP TABLE beside; CREATE TABLE u (id int PRIMARY KEY, v vector(24))")
     assert carry(open_source(f"{address}#u"), TARGET, MAP).total == 0
     with pytest.raises(AlreadyExistsError):
         carried(address)
-    assert not open_source(f"{address}#t").rollback("table:beside")
+    assert not open_source(f"{address}#t").drop_new_vectors("table:beside")
 
 
 @pytest.mark.parametrize("gone", ["ALTER TABLE t DISABLE TRIGGER ALL", "DROP TABLE t"])
@@ -77,7 +77,7 @@ def test_a_table_that_nothing_watches_is_refused(table: tuple[str, Connection], 
     put(connection, range(10), drawn(6, 10))
     with pytest.raises(AlreadyExistsError, match="triggers"):
         carried(address)
-    assert open_source(f"{address}#t").rollback("table:beside")
+    assert open_source(f"{address}#t").drop_new_vectors("table:beside")
     carried(address)
     assert stale(connection) == 0
 

@@ -147,7 +147,7 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
         expected = native.get(name, MAP(vectors[name][None])[0])
         np.testing.assert_allclose(vector, expected, atol=1e-5)
     # Vectors in use cannot be rolled back.
-    assert not store.open().rollback("new")
+    assert not store.open().drop_new_vectors("new")
     assert carry(store.open(), TARGET, MAP, flip=True).steps == []
 
 
@@ -265,7 +265,7 @@ def test_another_s_collection_is_not_taken_for_notes(store: Qdrant) -> None:
     store.client.create_collection("docs-nobackfill-new", vectors_config=params)
     with pytest.raises(AlreadyExistsError, match="'docs-nobackfill-new' exists already"):
         carry(store.open(), TARGET, MAP)
-    assert store.open().rollback("new")
+    assert store.open().drop_new_vectors("new")
     assert store.client.collection_exists("docs-nobackfill-new")
 
 
@@ -280,7 +280,7 @@ def test_a_sparse_vector_is_neither_replaced_nor_rolled_back(store: Qdrant) -> N
     # As an earlier version left it: the mark is ours, the vector is not.
     marks = {"nobackfill": {"new": {"map": MAP.digest}}}
     store.client.update_collection("docs", metadata=marks)
-    assert not store.open().rollback("new")
+    assert not store.open().drop_new_vectors("new")
     record = store.client.retrieve("docs", [MADE.ids[0]], with_vectors=True)[0]
     assert isinstance(record.vector, dict) and record.vector["new"] == words
 
@@ -439,14 +439,14 @@ def test_a_folder_that_cannot_be_written_is_refused_and_goes_on_later(store: Qdr
         carry(store.open(), REVERSIBLE, MAP)
     file.execute("PRAGMA query_only = 0")
     assert carry(store.open(), REVERSIBLE, MAP).total == 230
-    assert reversible(store).rollback("new")
+    assert reversible(store).drop_new_vectors("new")
     assert named_vectors(store) == {"vector"}
 
 
 def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:
     reversible(store).name_model("the new model")
     assert store.open().facts().model == "the new model"
-    assert not store.open().rollback("vector")
+    assert not store.open().drop_new_vectors("vector")
     assert reversible(store).flip_mark() is None
 
 

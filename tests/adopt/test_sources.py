@@ -163,11 +163,11 @@ def test_vectors_of_another_map_are_never_mixed_in(store: Store) -> None:
 @every
 def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> None:
     source = store.open()
-    assert not source.rollback("vector_new")
-    assert not source.rollback("text")
+    assert not source.drop_new_vectors("vector_new")
+    assert not source.drop_new_vectors("text")
     carry(source, target(), MAP, window=WINDOW)
-    assert store.open().rollback("vector_new")
-    assert not store.open().rollback("vector_new")
+    assert store.open().drop_new_vectors("vector_new")
+    assert not store.open().drop_new_vectors("vector_new")
     assert len(read_all(store.open())) == 230
     # The name is free for another map.
     other = MAPS["procrustes"]
@@ -200,7 +200,7 @@ def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) 
     """Whatever a store makes of what it was given, it is read back."""
     source = store.open()
     beside = type(source.open_target(target()))
-    source.rollback("vector_new")
+    source.drop_new_vectors("vector_new")
     write = beside.write
 
     def spoilt(self: TargetVectors, rows: Rows, vectors: Vectors) -> None:

@@ -869,7 +869,7 @@ def carry(
 
     opened = open_item_vectors(source, source, key=key, vector=vector, where=where)
     if rollback:
-        removed = opened.rollback(to)
+        removed = opened.drop_new_vectors(to)
         line = f"{to}: removed" if removed else f"{to}: no new vectors have this name"
         _answer(as_json, {"removed": removed}, [line])
         return

@@ -505,7 +505,7 @@ class Migration:
         target = maker.target(plan.to, reversible=True)
         mapped = plan.to + _MAPPED
         if self._has_flipped(plan, source, target):
-            source.rollback(mapped)
+            source.drop_new_vectors(mapped)
             return CarryResult(0, source.count(), [])
         if searched:
             mapping = load_map(self._map)
@@ -520,7 +520,7 @@ class Migration:
             )
         self._begin("re-embedded", source, plan.to)
         done = carry(source, target, maker, progress=self._counter, flip=True)
-        self._source(plan).rollback(mapped)
+        self._source(plan).drop_new_vectors(mapped)
         return done
 
     def _has_flipped(self, plan: MigrationPlan, source: Reversible, target: Target) -> bool:
@@ -743,7 +743,9 @@ class Migration:
         if ours and self._map.is_file():
             ours.add(load_map(self._map).digest)
         removed = [
-            source.rollback(one) for one in columns if source.read_migration_mark(one) in ours
+            source.drop_new_vectors(one)
+            for one in columns
+            if source.read_migration_mark(one) in ours
         ]
         return any(removed)
 

@@ -680,7 +680,7 @@ class ChromaSource(FlippingSource):
         place = super().open_target(target)
         return ChromaCopy(self._store, self._here, place._copy, self._name)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Delete a copy of the collection. A flip to it that was killed is taken back.
 
         Returns:
@@ -695,7 +695,7 @@ class ChromaSource(FlippingSource):
             NotFoundError: the copy was dropped meanwhile.
         """
         self._store.repair()
-        return super().rollback(name)
+        return super().drop_new_vectors(name)
 
     def _refuse_late_items(self, way: str) -> None:
         """Raise InvalidInputError if programs wrote the original since the flip compared it."""

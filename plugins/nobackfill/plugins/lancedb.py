@@ -581,7 +581,7 @@ class LanceSource:
                 self.table.add_columns(pa.schema(columns))
         return NewLanceColumn(self, target, flipped)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Drop the columns of new vectors that were not flipped to.
 
         Returns:

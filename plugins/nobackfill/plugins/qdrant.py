@@ -571,7 +571,7 @@ class QdrantSource:
             self._make_notes(target.name)
         return NewNamedVectors(self, self._clients, self._name, target, flipped)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Remove the new vectors of a name, and the collection of their notes.
 
         A killed call can be repeated.
@@ -725,7 +725,7 @@ class QdrantSource:
         """Return the digest of the map whose vectors have a name; None for any other name, and
         after the flip.
 
-        Also for a name whose vectors a killed `rollback` has removed.
+        Also for a name whose vectors a killed `drop_new_vectors` has removed.
 
         Raises:
             UnavailableError: the server does not answer within a minute.

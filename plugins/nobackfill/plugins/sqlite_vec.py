@@ -919,7 +919,7 @@ class SqliteVecSource:
         copy = VecTable(database, name, self.vector)
         return NewVecTable(database, table, copy, target)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Drop a table of new vectors that was not flipped to, with its digests.
 
         All is removed in one transaction.

@@ -206,7 +206,7 @@ class ArraySource:
         """
         return ArraySource(self._folder, check_file_name(name))
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Delete the array, the parts and the record of new vectors.
 
         After a kill, a second call completes it.
@@ -336,8 +336,8 @@ class ArrayTarget:
         """Join the files of all windows into one array, check it, and delete them. A second call
         only returns the sentence.
 
-        The caller has written all rows. The record of the map stays, for `rollback`. A folder
-        without rows gives an array [0, dim].
+        The caller has written all rows. The record of the map stays, for `drop_new_vectors`.
+        A folder without rows gives an array [0, dim].
 
         Returns:
             One sentence that names the file to read.
@@ -492,7 +492,7 @@ class MemorySource:
         """
         return self._source.open_target(target)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Remove new vectors from the source itself; those in memory stay searchable.
 
         Returns:
@@ -502,7 +502,7 @@ class MemorySource:
             InvalidInputError: The name is no plain file name.
             CannotWriteError: A file cannot be deleted.
         """
-        return self._source.rollback(name)
+        return self._source.drop_new_vectors(name)
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search for the items nearest to a vector by cosine, exactly.

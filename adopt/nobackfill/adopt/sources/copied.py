@@ -508,7 +508,7 @@ class CopiedSource:
             self._store.make(target, self._here, facts | model)
         return self._store.open_collection(target.name)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Delete the copy of the collection.
 
         Returns:

@@ -215,7 +215,7 @@ class FlippingSource(CopiedSource):
         originals = {self._here.name, self._here.copy_facts.get("of")} - {None, ""}
         return other.name != self._here.name and other.copy_facts.get("of") in originals
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Delete a copy of the collection. A flip to it that was killed is taken back.
 
         Returns:

@@ -311,7 +311,7 @@ class ParquetSource:
         """
         return ParquetSource(self._folder(name), self._key, name)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Delete the folder of new vectors.
 
         After a kill, a second call completes it. It deletes all files of the folder.
@@ -328,7 +328,7 @@ class ParquetSource:
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
             return False
-        # The mark goes last: after a kill, a second rollback still recognises the folder.
+        # The mark goes last: after a kill, a second call still recognises the folder.
         for path in sorted(folder.iterdir()):
             if path.name != _MARK:
                 remove_tree(path)

@@ -621,7 +621,7 @@ class PgvectorSource:
         content = table.changed_text(target.content)
         return changes.create_triggers(body, triggers, content=content, **names)
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Remove the column or the table of new vectors, with its triggers and indexes.
 
         Returns:

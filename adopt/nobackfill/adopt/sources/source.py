@@ -321,7 +321,7 @@ class ComputesProducts(TargetVectors, Protocol):
 class Source(Protocol):
     """A store of vectors, opened by its address (see `open_source`).
 
-    Reading changes nothing in the store; only `open_target` and `rollback` write.
+    Reading changes nothing in the store; only `open_target` and `drop_new_vectors` write.
     """
 
     def facts(self) -> Facts:
@@ -403,7 +403,7 @@ class Source(Protocol):
             NotFoundError: The table or the collection was deleted.
         """
 
-    def rollback(self, name: str) -> bool:
+    def drop_new_vectors(self, name: str) -> bool:
         """Remove the new vectors of a name, and all that `open_target` created for them.
 
         Returns:
