@@ -1,9 +1,11 @@
 """The alias of a collection of Milvus flips to its copy and back; on real engines, by
 `make test-scale`."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.migrating import Migration, MigrationPlan, State
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.flipping import FlippingSource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Flippable, Target, Window
-from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.errors import BusyError, InvalidInputError, NotFoundError, PreconditionError
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Milvus
 from tests.adopt.stores import MADE, opened
@@ -101,6 +104,27 @@ def test_what_is_written_while_it_goes_back_is_not_lost(
     assert live(store).flip_state(MAP.digest) == "flipped"
     store.client.delete("live", ids=["late"])
     assert live(store).flip_back("docs_new") == 0 and led_to(store) == "docs"
+
+
+@pytest.mark.parametrize("state", ["writing", "flipped"])
+def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
+    store: Milvus, tmp_path: Path, state: State
+) -> None:
+    carry(live(store), TARGET, MAP, flip=True)
+    migration = Migration(tmp_path)
+    source = f"milvus:{store.place}#live"
+    plan = MigrationPlan(source, "new", to="docs_new", state=state, mark=MAP.digest)
+    (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
+    store.client.create_collection("other", dimension=24)
+    store.client.alter_alias("other", "live")
+    for command in (migration.back, migration.finish, migration.status):
+        with pytest.raises(PreconditionError, match="it leads to 'other' now"):
+            command()
+    assert migration.plan().state == state
+    store.client.alter_alias("docs_new", "live")
+    assert migration.back() == 0
+    assert migration.plan().state == "taken back" and led_to(store) == "docs"
+    assert set(store.client.list_collections()) == {"docs", "other"}
 
 
 def test_the_old_collection_is_dropped_and_the_next_migration_begins(store: Milvus) -> None:

@@ -227,7 +227,7 @@ class Migration:
             AlreadyExistsError: The folder has another migration, or the table already has the new
                 model's vectors.
             PreconditionError: The migration in the folder is flipped or finished. The table's
-                comment no longer names a flip that was saved.
+                comment no longer names a flip that was saved, or an alias leads elsewhere.
             InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
                 of `column` and `items` is set, a name is too long, the old model's vectors have
                 another dimension than the stored ones, or the sample cannot be judged, as by
@@ -564,7 +564,8 @@ class Migration:
 
         Raises:
             NotFoundError: The folder has no migration. The table does not exist.
-            PreconditionError: The table's comment does not name a flip that was saved.
+            PreconditionError: The table's comment does not name a flip that was saved, or an alias
+                leads elsewhere.
             InvalidInputError: The plan cannot be read, or the table cannot be opened as its options
                 say.
             UnavailableError: The server does not answer.
@@ -643,7 +644,7 @@ class Migration:
             NotFoundError: The folder has no migration. The table, or the old vectors after a flip,
                 do not exist.
             PreconditionError: The migration is finished. The table's comment does not name a flip
-                that was saved.
+                that was saved, or an alias leads elsewhere.
             InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
                 vectors may be stale. Another object depends on the new vectors. The map of the
                 folder cannot be read.
@@ -679,7 +680,7 @@ class Migration:
             NotFoundError: The folder has no migration. The old vectors do not exist. The table does
                 not exist.
             PreconditionError: The migration is not flipped. The table's comment does not name a
-                flip that was saved.
+                flip that was saved, or an alias leads elsewhere.
             InvalidInputError: An object of the database still depends on the old vectors. The map
                 of the folder cannot be read.
             BusyError: Another process works in this folder or writes to the table by another one,
@@ -707,13 +708,28 @@ class Migration:
         """Return the state that the table shows: a kill may have prevented the saving.
 
         Raises:
-            PreconditionError: A flip is saved, and the store does not name it.
+            PreconditionError: A flip is saved, and the store does not name it. An alias leads to
+                another collection than the old and the new one.
         """
         if plan.state not in ("writing", "flipped"):
             return plan.state
         state = source.flip_state(plan.mark)
         if state in ("flipped", "finished"):
             return state
+        if (
+            state == "old"
+            and plan.source.startswith("milvus:")
+            and f"{source.flip_name}_new" != plan.to
+        ):
+            # The owner has moved the alias: the vectors of this migration are elsewhere.
+            alias = plan.source.rpartition("#")[2]
+            raise PreconditionError(
+                f"{alias}: it leads to {source.flip_name!r} now, which this migration has neither "
+                "read nor written, so nothing was changed. Let it lead to the new vectors again by "
+                f"client.alter_alias({plan.to!r}, {alias!r}), or to the old ones by "
+                f"client.alter_alias({plan.to.removesuffix('_new')!r}, {alias!r}), then run this "
+                "command again"
+            )
         if plan.state == "writing":
             return "writing"
         if state == "old":
