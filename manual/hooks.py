@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from manual import commands, faces, notebooks, protocol
-from nobackfill.research.results import draw, points, read_results
+from nobackfill.research.results import cost_points, draw_costs, read_results
 
 ROOT = Path(__file__).parents[1]
 CURVE = "methods-digits.svg"
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def curve() -> bytes:
     """Draw quality against cost of the methods on digits, from the committed figures."""
     results = read_results(ROOT / "bench" / "results" / "compare-digits-core.json")
-    return draw(points(results), "Quality and cost on digits")
+    return draw_costs(cost_points(results), "Quality and cost on digits")
 
 
 def start() -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from nobackfill.release import open_embedder, open_side_encoder
 from nobackfill.release.trust import read_publication
-from nobackfill.server.grpc.logs import configure
+from nobackfill.server.grpc.logs import configure_logging
 from tests.server.support import running
 from tests.support import blocks, releases
 from tests.test_architecture import ARROWS, module, sources
@@ -58,7 +58,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", FACES, ids=module)
 def test_examples_run(path: Path, given: dict[str, Any]) -> None:
-    configure()
+    configure_logging()
     face = importlib.import_module(module(path))
     (example,) = doctest.DocTestFinder(recurse=False).find(face, globs=dict(given)) or (None,)
     assert example is not None, f"{path}: no docstring"

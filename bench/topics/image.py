@@ -76,7 +76,7 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
     process.start()
     client = TritonClient(process.address)
     try:
-        while not client.live(1.0):
+        while not client.is_live(1.0):
             assert process.alive(), process.log_tail()
         name = manifest.embedder_model(2)
         client.load(name, model_config(repo, name), LOAD_SECONDS)

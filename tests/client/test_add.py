@@ -34,11 +34,11 @@ def test_the_same_picture_is_one_item(setting: Setting, tmp_path: Path) -> None:
     twin = tmp_path / "twin.png"
     shutil.copy(setting.images[0], twin)
     done = put(setting.gallery, twin, setting.images[1])
-    assert (done.added, done.duplicates, done.refusals) == ([], 2, {})
+    assert (done.added_names, done.duplicates, done.refusals) == ([], 2, {})
     two = blocks.write_pngs(tmp_path / "two", 1, seed=5)[0]
     shutil.copy(two, tmp_path / "two" / "again.png")
     done = put(setting.gallery, tmp_path / "two")
-    assert (len(done.added), done.duplicates) == (1, 1)
+    assert (len(done.added_names), done.duplicates) == (1, 1)
     assert len(edge.contents(setting.gallery)) == 13
 
 
@@ -49,7 +49,7 @@ def test_a_file_that_moved_is_followed(setting: Setting, tmp_path: Path) -> None
     with Device(setting.gallery) as device:
         describe(device, [str(image)], {"stars": 5})
     moved = image.rename(tmp_path / "moved.png")
-    assert put(setting.gallery, moved).added == [str(moved)]
+    assert put(setting.gallery, moved).added_names == [str(moved)]
     after = edge.contents(setting.gallery)
     assert str(image) not in after
     assert (after[str(moved)][1] == before[1]).all()
@@ -91,7 +91,7 @@ def test_what_is_no_image_is_named_and_the_others_go_on(setting: Setting, tmp_pa
     Image.new("RGB", (4, 4)).save(folder / "picture.gif")
     (folder / "dangling.png").symlink_to(folder / "nowhere")
     done = put(setting.gallery, folder)
-    assert sorted(done.added) == sorted(map(str, good))
+    assert sorted(done.added_names) == sorted(map(str, good))
     assert {Path(path).name for path in done.refusals} == {
         "empty.png", "text.jpg", "torn.png", "huge.png", "bomb.png", "picture.gif",
         "dangling.png",
@@ -111,7 +111,7 @@ def test_names_of_every_kind(setting: Setting, tmp_path: Path) -> None:
     raw = os.fsencode(images[2].parent) + b"/\xff.png"
     os.rename(images[2], raw)  # noqa: PTH104
     done = put(setting.gallery, tmp_path / "names")
-    assert set(done.added) == {str(spaced), str(newline)}
+    assert set(done.added_names) == {str(spaced), str(newline)}
     assert [reason for reason in done.refusals.values() if "not valid text" in reason]
 
 
@@ -123,7 +123,7 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
     (folder / "pipe.png").symlink_to(pipe)
     (folder / "again").symlink_to(folder)
     done = put(setting.gallery, pipe, Path("/dev/zero"), folder, folder / "zero.png")
-    assert done.added == [str(good[0])]
+    assert done.added_names == [str(good[0])]
     assert done.refusals == {
         **{
             str(path): "expected a regular file, got a folder, pipe or device"
@@ -156,7 +156,7 @@ def test_what_else_lies_in_a_folder_is_named_or_passed_over(
         (tmp_path / name).mkdir()
         shutil.copy(good[0], tmp_path / name / "copy.png")
     done = put(setting.gallery, tmp_path / "0.jpg", *[tmp_path])
-    assert done.added == [str(path) for path in good]
+    assert done.added_names == [str(path) for path in good]
     kinds = Counter(reason.rpartition(" got ")[2] for reason in done.refusals.values())
     assert kinds.items() >= {".mov": 2, ".bmp": 1, "no suffix": 1}.items()
     assert {Path(path).name for path in done.system_files} >= set(hidden)
@@ -192,7 +192,7 @@ def test_telephones_pictures_are_taken(setting: Setting, tmp_path: Path) -> None
     Image.new("RGB", (8160, 6120), "red").save(large)
     done = put(setting.gallery, folder)
     assert done.refusals == {}
-    assert done.added == [str(heic), str(avif), str(large)]
+    assert done.added_names == [str(heic), str(avif), str(large)]
     got = images.decode_file(heic, 64, 64).astype(int)
     assert np.abs(got - pixels).mean() < 8
     assert images.decode_for_display(heic.read_bytes(), 16).shape == (16, 16, 3)
@@ -206,7 +206,7 @@ def test_without_the_extra_a_heic_is_refused_by_name_and_the_others_go_on(
     pillow_heif.from_pillow(Image.new("RGB", (64, 64))).save(heic)
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     done = put(setting.gallery, good.parent)
-    assert done.added == [str(good)]
+    assert done.added_names == [str(good)]
     assert "[heic]" in done.refusals[str(heic)]
 
 
@@ -222,7 +222,7 @@ def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> Non
     for number, data in enumerate(pictures.damaged(pictures.KINDS["jpeg"], 60, seed=2)):
         (tmp_path / f"torn-{number:02d}.jpg").write_bytes(data)
     done = put(setting.gallery, *cut, tmp_path)
-    assert set(done.added) >= {str(path) for path in cut}
+    assert set(done.added_names) >= {str(path) for path in cut}
     torn = [path for path in done.refusals if "torn" in path]
     assert 5 < len(torn) < 60
 
@@ -236,7 +236,7 @@ def test_a_picture_without_a_vector_is_named_and_the_others_go_on(tmp_path: Path
     for size, path in enumerate(blank, 8):
         Image.new("RGB", (size, size)).save(path)
     done = put(gallery, folder)
-    assert sorted(done.added) == sorted(map(str, good))
+    assert sorted(done.added_names) == sorted(map(str, good))
     assert list(done.refusals) == [str(path) for path in blank]
     assert all("no usable vector" in why for why in done.refusals.values())
     assert len(edge.contents(gallery)) == 40
@@ -263,7 +263,7 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
 
 def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: Path) -> None:
     with Device(setting.gallery) as device:
-        assert Thumbnails(setting.gallery).of(device.store.list_items(0, 1)[0])
+        assert Thumbnails(setting.gallery).thumbnail(device.store.list_items(0, 1)[0])
     copies = sidecar(setting.gallery, "thumbs")
     assert any(copies.iterdir())
     found = find_images([setting.gallery.parent])
@@ -282,4 +282,4 @@ def test_a_place_that_nobody_may_look_at_is_none(setting: Setting, tmp_path: Pat
         item = device.store.list_items(0, 100)[-1]
         gone = {**item.metadata, "path": f"/{'x' * 300}/a.png"}
         device.store.put([item.id], [], digests=[item.digest], metadata=[gone])
-    assert put(setting.gallery, image).added == [str(image)]
+    assert put(setting.gallery, image).added_names == [str(image)]

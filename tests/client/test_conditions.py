@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from nobackfill.client.cli.galleries import pair
-from nobackfill.client.conditions import read
+from nobackfill.client.conditions import parse_conditions
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError
@@ -63,7 +63,7 @@ TYPED: list[tuple[str, Filter]] = [
 @pytest.mark.parametrize(("text", "expected"), TYPED)
 def test_conditions_mean_what_they_say(text: str, expected: Filter) -> None:
     # By text, for to Python True equals 1.
-    assert repr(read([text])) == repr(All((expected,)))
+    assert repr(parse_conditions([text])) == repr(All((expected,)))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_conditions_mean_what_they_say(text: str, expected: Filter) -> None:
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="expected"):
-        read([text])
+        parse_conditions([text])
 
 
 def test_values_are_told_from_text() -> None:
@@ -120,7 +120,7 @@ def test_a_device_is_searched_by_any_filter(setting: Setting) -> None:
             ("row!=6",): {*range(40)} - {6},
             ("row exists",): {*range(1, 40)},
         }.items():
-            hits = Search(device, read(conditions)).by_id("item-39", 100).hits
+            hits = Search(device, parse_conditions(conditions)).by_id("item-39", 100).hits
             assert {hit.id for hit in hits} == {f"item-{row}" for row in expected - {39}}
 
 

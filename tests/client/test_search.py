@@ -129,7 +129,7 @@ def test_carried_vectors_stand_where_the_release_says(tmp_path: Path) -> None:
             )
         search = Search(device, {})
         hits = search.by_embedding({space: rows[4].tolist()}, 20).hits
-        blue = search.among({"blue": True}).by_embedding({space: rows[4].tolist()}, 20).hits
+        blue = search.with_filter({"blue": True}).by_embedding({space: rows[4].tolist()}, 20).hits
     assert [hit.id for hit in hits] == [f"item-{row}" for row in order[:20]]
     assert [hit.distance for hit in hits] == pytest.approx(apart[order[:20]], abs=1e-5)
     passing = [f"item-{row}" for row in order if row % 5 == 0]

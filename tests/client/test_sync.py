@@ -9,9 +9,9 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, verify
-from nobackfill.client.photos import Encoder, add
+from nobackfill.client.photos import ReleaseEncoder, add
 from nobackfill.client.status import status
-from nobackfill.client.sync import SyncOptions, roll_back, sentence, sync
+from nobackfill.client.sync import SyncOptions, describe_report, roll_back, sync
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
@@ -39,8 +39,9 @@ def test_every_vector_is_where_the_new_embedder_would_put_it(
     assert report.expected_kept == pytest.approx(0.95)
     kept = report.neighbours_kept
     assert kept is not None and kept == remembered_share(setting.gallery)
-    assert f"; kept {kept:.1%} of the items' nearest neighbours; on the publisher's" in sentence(
-        report
+    assert (
+        f"; kept {kept:.1%} of the items' nearest neighbours; on the publisher's"
+        in describe_report(report)
     )
     found = edge.contents(setting.gallery)
     expected = edge.embedded(setting.repo, 2, setting.images)
@@ -57,7 +58,7 @@ def test_a_dry_run_tells_and_changes_nothing(setting: Setting, world: edge.World
     planned = edge.follow(setting.gallery, SyncOptions(dry_run=True))
     assert (planned.state, planned.release, planned.items) == ("planned", 2, 12)
     # Nothing is carried yet that could be measured.
-    assert planned.neighbours_kept is None and " neighbours" not in sentence(planned)
+    assert planned.neighbours_kept is None and " neighbours" not in describe_report(planned)
     assert setting.gallery.read_bytes() == before
     assert edge.follow(setting.gallery).download_bytes == planned.download_bytes > 0
 
@@ -115,7 +116,7 @@ def test_a_device_whose_only_release_is_withdrawn_is_told_so(setting: Setting) -
             "release 1 was withdrawn: worse on cats",
             "no other release can be followed from here, so it stays active",
         ]
-        assert sentence(report) == "stays at release 1"
+        assert describe_report(report) == "stays at release 1"
 
 
 def test_a_release_that_fails_its_probes_is_remembered_and_passed_over(
@@ -183,18 +184,18 @@ def test_images_are_listed_as_added_although_a_sync_flips_meanwhile(
 ) -> None:
     world.publish(setting.repo, 2)
     late = blocks.write_pngs(tmp_path / "late", 2, seed=9)
-    embed = Encoder.vectors
+    embed = ReleaseEncoder.embed_with_side
 
     with Device(setting.gallery) as device, pytest.MonkeyPatch.context() as patch:
 
-        def flip_first(encoder: Encoder, pixels: Sequence[Pixels]) -> NewVectors:
+        def flip_first(encoder: ReleaseEncoder, pixels: Sequence[Pixels]) -> NewVectors:
             patch.undo()
             edge.follow(setting.gallery)
             return embed(encoder, pixels)
 
-        patch.setattr(Encoder, "vectors", flip_first)
+        patch.setattr(ReleaseEncoder, "embed_with_side", flip_first)
         report = add(device, [tmp_path / "late"], {}, lambda done, total: None)
-    assert report.added == [str(path) for path in late] and not report.refusals
+    assert report.added_names == [str(path) for path in late] and not report.refusals
     found = edge.contents(setting.gallery)
     expected = edge.embedded(setting.repo, 2, late)
     for path, vector in zip(late, expected, strict=True):

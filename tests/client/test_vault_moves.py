@@ -117,7 +117,7 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
     assert "the vault was not checked" in found["notes"][0]
     # As an older backup leaves it, restored at the same address.
     with Device(setting.gallery) as device:
-        entries = [VaultQueue(device.store).of(path.name) for path in paths[:7]]
+        entries = [VaultQueue(device.store).latest_entry(path.name) for path in paths[:7]]
     for entry in entries:
         assert entry is not None
         (blob,) = (tmp_path / "data" / "vault").glob(f"*/??/{entry.blob}.*")

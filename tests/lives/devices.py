@@ -31,7 +31,7 @@ def add_images(life: Life) -> None:
     with life.world.opened() as device:
         files = [life.world.file(picture) for picture in pictures]
         added = add(device, files, {}, lambda done, total: None)
-    assert len(added.added) == len(set(pictures) - life.device.pictures), f"{added}"
+    assert len(added.added_names) == len(set(pictures) - life.device.pictures), f"{added}"
     assert not added.refusals
     life.device.pictures |= set(pictures)
 

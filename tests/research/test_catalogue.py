@@ -17,8 +17,8 @@ from nobackfill.research.presets import (
     folder_preset,
     preset_named,
 )
-from nobackfill.research.rows import ComparisonPlace, Name, TrainingRun, upper_bound_key
-from nobackfill.research.tasks import FeatureViews, make_features, tasks, train_run
+from nobackfill.research.rows import ComparisonPlace, RowName, TrainingRun, upper_bound_key
+from nobackfill.research.tasks import FeatureViews, list_tasks, make_features, train_run
 from nobackfill.training.config import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
 
@@ -43,7 +43,7 @@ def test_every_row_is_a_configuration_that_training_accepts(tmp_path: Path) -> N
 def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
     here = place(tmp_path)
     seen: set[object] = set()
-    for task in tasks([(here, rows_of(here, tuple(GROUPS)))]):
+    for task in list_tasks([(here, rows_of(here, tuple(GROUPS)))]):
         assert task.prerequisites <= seen
         assert not task.outputs & seen
         seen |= task.outputs
@@ -54,7 +54,7 @@ def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
     """In one task where they look at the same pictures: of several views, or of mixed ones."""
     here = place(tmp_path)
     names = ("affine", "fct_simclr", "residual_none", "residual_simclr", "dmu_residual")
-    planned = tasks([(here, rows_of(here, names))])
+    planned = list_tasks([(here, rows_of(here, names))])
     upgrades = {
         task.arguments[0].folder.name.removeprefix("upgrade-"): task.prerequisites
         for task in planned
@@ -79,7 +79,7 @@ def test_features_of_another_place_are_others(tmp_path: Path) -> None:
     """Two seeds look at the same pictures by different models."""
     here = place(tmp_path)
     other = replace(here, runs=tmp_path / "others")
-    planned = tasks([(p, rows_of(p, ("affine",))) for p in (here, other)])
+    planned = list_tasks([(p, rows_of(p, ("affine",))) for p in (here, other)])
     assert len([task for task in planned if task.work is make_features]) == 2
 
 
@@ -90,7 +90,9 @@ def test_what_is_trained_reads_no_features(tmp_path: Path) -> None:
         for run in row.runs:
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / CHECKPOINT).touch()
-    assert all(not _features(task.prerequisites | task.outputs) for task in tasks([(here, rows)]))
+    assert all(
+        not _features(task.prerequisites | task.outputs) for task in list_tasks([(here, rows)])
+    )
 
 
 def _features(names: frozenset[Path | FeatureViews]) -> set[FeatureViews]:
@@ -146,7 +148,7 @@ def test_claims_name_rows_that_exist(tmp_path: Path) -> None:
             assert {side} if isinstance(side, str) else set(side) <= names, claim.text
     assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
     # No name outlives its row.
-    assert set(Name) <= names | {part for name in names for part in name.split(":")}
+    assert set(RowName) <= names | {part for name in names for part in name.split(":")}
 
 
 def test_rows_that_learned_the_same_share_one_bound(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from nobackfill.research.images import (
 )
 from nobackfill.research.pages import full_page
 from nobackfill.research.presets import DIGITS
-from nobackfill.research.results import Results, points, read_results, write_results
+from nobackfill.research.results import Results, cost_points, read_results, write_results
 from nobackfill.research.rows import ComparisonPlace
-from nobackfill.research.tasks import make_features, measure_row, run_tasks, tasks, train_run
+from nobackfill.research.tasks import list_tasks, make_features, measure_row, run_tasks, train_run
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
@@ -96,7 +96,7 @@ def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path
     """Neither of its training images nor of those held out."""
     train_and_test(digits, tmp_path / "data", 0.4, 0)
     place = ComparisonPlace(FEW, FEW.splits[0], 0, tmp_path / "data", tmp_path / "runs", SHORT)
-    planned = tasks([(place, rows_of(place, ("residual_simclr",)))])
+    planned = list_tasks([(place, rows_of(place, ("residual_simclr",)))])
     cache = tmp_path / "runs" / "features"
     for task in planned:
         before = set(cache.glob("*"))
@@ -190,7 +190,7 @@ def test_what_is_kept_is_held_to_the_best_new_model_of_the_table(
 
 def test_the_curve_and_the_table_tell_one_share_kept(small: tuple[Path, Results]) -> None:
     _, results = small
-    shown = {point.name: point.kept_map for point in points(results)}
+    shown = {point.name: point.kept_map for point in cost_points(results)}
     assert set(shown) == set(WANTED)
     lines = [line.split(" | ") for line in full_page(results).splitlines()]
     told = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 11}

@@ -12,7 +12,7 @@ from nobackfill.class_folders import list_images
 from nobackfill.research.catalogue import rows_of
 from nobackfill.research.cells import Cells, add_class_ranges, known_to_old
 from nobackfill.research.presets import DIGITS
-from nobackfill.research.results import CostPoint, draw, pareto_front
+from nobackfill.research.results import CostPoint, draw_costs, pareto_front
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
 from nobackfill.research.serve import exported_session, stored_bytes
 from nobackfill.training.networks.transform import FctTransform, UpgradeNetwork
@@ -52,8 +52,8 @@ def test_the_picture_names_the_front_and_is_the_same_each_time() -> None:
         CostPoint("best", 256, 2, 0.9),
         CostPoint("poor", 300, 3, 0.4),
     ]
-    image = draw(points, "a title")
-    assert image == draw(points, "a title")
+    image = draw_costs(points, "a title")
+    assert image == draw_costs(points, "a title")
     comments = image.decode()
     assert ET.fromstring(image).tag.endswith("svg")
     assert "<!-- best: 256, 90.0 % -->" in comments and "<!-- plain: 0, 50.0 % -->" in comments

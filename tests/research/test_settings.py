@@ -17,7 +17,7 @@ from nobackfill.research.images import SHIFTS, train_and_test, write_digits, wri
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import Provenance
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
-from nobackfill.research.serve import costs
+from nobackfill.research.serve import measure_costs
 from nobackfill.research.summary import MeasuredRow, summarise
 from nobackfill.research.tasks import images_of, run_tasks
 from nobackfill.training.data.allocations import allocate_images
@@ -200,7 +200,7 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     np.testing.assert_array_equal(
         kept.by_query["new/served"]["map"], kept.by_query["new/old"]["map"]
     )
-    steps = costs([dmu, bct])
+    steps = measure_costs([dmu, bct])
     assert steps["dmu_chain"].microseconds > 0 == steps["bct_chain"].microseconds
 
 

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.server.grpc import rpc
-from nobackfill.server.grpc.rpc import Size
+from nobackfill.server.grpc.rpc import LaneSize
 from tests.server.support import TIMEOUT_S, Client, ids, images
 
 NAMES = ("admin", "other")
@@ -36,7 +36,7 @@ class Guarded:
 
 
 @contextmanager
-def few_watches() -> Iterator[Mapping[str, Size]]:
+def few_watches() -> Iterator[Mapping[str, LaneSize]]:
     """Gateways that start here have as few places for watches as a plain server."""
     few = {
         name: dataclasses.replace(size, places=size.threads) for name, size in rpc.STREAMS.items()

@@ -71,7 +71,7 @@ def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
     batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def ask(query: int, seconds: float) -> int:
-        context.begin(context.Call(LOCAL, time.monotonic() + seconds))
+        context.set_current_call(context.Call(LOCAL, time.monotonic() + seconds))
         return batcher(query)
 
     with ThreadPoolExecutor(3) as pool:
@@ -91,7 +91,7 @@ def test_a_call_whose_time_is_over_never_becomes_the_leader() -> None:
     batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def run(query: int, seconds: float) -> int:
-        context.begin(context.Call(LOCAL, time.monotonic() + seconds))
+        context.set_current_call(context.Call(LOCAL, time.monotonic() + seconds))
         return batcher(query)
 
     with ThreadPoolExecutor(2) as pool:
@@ -111,7 +111,7 @@ def test_a_call_without_a_deadline_waits_in_the_queue() -> None:
     batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def ask(query: int) -> int:
-        context.begin(context.Call(LOCAL, time.monotonic() + 9.2e18))
+        context.set_current_call(context.Call(LOCAL, time.monotonic() + 9.2e18))
         return batcher(query)
 
     with ThreadPoolExecutor(2) as pool:

@@ -58,7 +58,7 @@ def before(served: tuple[GatewayServer, Client], monkeypatch: pytest.MonkeyPatch
 def too_slow(release: int) -> None:
     """As a model server that has not answered when the call's time is over."""
     if release == 2:
-        time.sleep(context.current().remaining())
+        time.sleep(context.current_call().remaining())
         raise DeadlineError("the model of release 2 did not answer within the call's time")
 
 

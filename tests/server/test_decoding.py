@@ -27,7 +27,7 @@ SMALL = pictures.blank_png(8, 8)
 
 @pytest.fixture(autouse=True)
 def a_call() -> Iterator[None]:
-    with context.until(time.monotonic() + 60):
+    with context.work_until(time.monotonic() + 60):
         yield
 
 
@@ -43,7 +43,7 @@ def test_each_is_decoded_or_refused_by_itself() -> None:
 
 def test_what_nobody_waits_for_is_not_decoded() -> None:
     """A hundred pictures take seconds; the call ends after the one at hand."""
-    with context.until(time.monotonic() + 0.2):
+    with context.work_until(time.monotonic() + 0.2):
         began = time.thread_time()
         with pytest.raises(DeadlineError):
             ImageDecoder(1).decode_each([LARGE] * 100, [SIZE])
@@ -55,7 +55,9 @@ def test_what_nobody_waits_for_is_not_decoded() -> None:
 
 def test_a_call_that_was_given_up_is_not_decoded() -> None:
     looked = iter([True, True, True])
-    context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: next(looked, False)))
+    context.set_current_call(
+        context.Call(LOCAL, time.monotonic() + 60, lambda: next(looked, False))
+    )
     with pytest.raises(CancelledError):
         ImageDecoder(1).decode_each([SMALL] * 100, [SIZE])
 
@@ -64,11 +66,11 @@ def test_one_that_waits_for_its_turn_is_given_up_too() -> None:
     shared = ImageDecoder(1)
     with (
         shared._turns.turn(0.0, 1),
-        context.until(time.monotonic() + 0.1),
+        context.work_until(time.monotonic() + 0.1),
         pytest.raises(DeadlineError),
     ):
         shared.decode_each([SMALL], [SIZE])
-    context.begin(context.Call(LOCAL, time.monotonic() + 60))
+    context.set_current_call(context.Call(LOCAL, time.monotonic() + 60))
     assert len(shared.decode_each([SMALL], [SIZE])) == 1
 
 

@@ -20,7 +20,7 @@ from nobackfill.server.embedding.embedding import (
 )
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.context import Principal, Role
-from nobackfill.server.grpc.rpc import Kind, Later
+from nobackfill.server.grpc.rpc import DeferredAnswer, RpcMethod
 from nobackfill.server.grpc.services.search import SEARCH
 from nobackfill.v1 import search_pb2
 from tests.server.support import TIMEOUT_S, Client, images, in_file, refused
@@ -36,7 +36,9 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
     sizes: list[int] = []
     answers = served.search.answer_immediately
 
-    def slow(messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | Later | None]:
+    def slow(
+        messages: Sequence[tuple[bytes, Principal]],
+    ) -> Sequence[bytes | DeferredAnswer | None]:
         sizes.append(len(messages))
         time.sleep(0.02)
         return answers(messages)
@@ -58,7 +60,7 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
     assert sum(sizes) == 60 and 1 < max(sizes) <= 16
 
 
-def kind_of(served: GatewayServer, request: search_pb2.SearchRequest) -> Kind:
+def kind_of(served: GatewayServer, request: search_pb2.SearchRequest) -> RpcMethod:
     """It is made at the first call."""
     with Client(served.address) as client:
         client.raw.searches.Search(request, timeout=TIMEOUT_S)

@@ -110,8 +110,8 @@ def test_a_batch_is_answered_in_parts_that_end_with_the_call(
     questions = [EmbeddedQuery(hosted, parts, (vector(two, i)[None],), k=3, ef=0) for i in TRUE[:4]]
 
     def gives_up_when_the_first_is_read() -> None:
-        context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: not host.asked))
-        healing.healing.find(questions, None)
+        context.set_current_call(context.Call(LOCAL, time.monotonic() + 60, lambda: not host.asked))
+        healing.healing.answer_queries(questions, None)
 
     with pytest.raises(CancelledError):
         contextvars.copy_context().run(gives_up_when_the_first_is_read)

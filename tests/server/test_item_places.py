@@ -14,14 +14,14 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.server.healing.registration import HealingSource, Places
+from nobackfill.server.healing.registration import AllowedSources, HealingSource
 from nobackfill.server.settings import load_settings
 from nobackfill.serving.sources import ItemSource
 from tests.support.postgres import Server
 
 
 def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> ItemSource:
-    places = Places(
+    places = AllowedSources(
         [],
         [],
         columns={name: SecretStr(one) for name, one in columns.items()},

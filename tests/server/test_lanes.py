@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from nobackfill.server.grpc.rpc import Lane, Size
+from nobackfill.server.grpc.rpc import Lane, LaneSize
 
 
 def test_work_goes_on_where_no_further_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane("calls", Size(threads=4, places=8), shared=False)
+    lane = Lane("calls", LaneSize(threads=4, places=8), shared=False)
     first, second = threading.Event(), threading.Event()
 
     def wait() -> None:

@@ -12,7 +12,7 @@ from nobackfill.server.grpc import rpc
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.server.test_limits import field
 
-READ = rpc.reader(gallery_pb2.PutItemsRequest.FromString)
+READ = rpc.checked_parser(gallery_pb2.PutItemsRequest.FromString)
 # Tags of an unknown field 15.
 BEGIN, END, TEXT = b"\x7b", b"\x7c", b"\x7a"
 
@@ -41,7 +41,7 @@ def test_no_parts_hide_behind_a_group(group: bytes) -> None:
     """Of an unknown field, empty or not, in itself, or of a known field: 4,000,000 parts each."""
     with pytest.raises(InvalidInputError, match="got a group"):
         READ(group + b"\x12\x00" * 4_000_000)
-    search = rpc.reader(search_pb2.SearchRequest.FromString)
+    search = rpc.checked_parser(search_pb2.SearchRequest.FromString)
     embeddings = group + b"\x0a\x00" * 4_000_000
     with pytest.raises(InvalidInputError, match="got a group"):
         search(field(2, field(2, embeddings)))

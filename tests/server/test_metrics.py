@@ -140,10 +140,12 @@ def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> N
 def test_what_needs_no_token_shares_no_lane_with_what_does() -> None:
     lanes = Lanes(8, shared=True)
     try:
-        of_strangers = {lanes.of(m, streams="Watch" in m).name for m in RULES if RULES[m] is None}
+        of_strangers = {
+            lanes.lane_of(m, streams="Watch" in m).name for m in RULES if RULES[m] is None
+        }
         streams = ("PutItems", "FetchFile", "Blob", "Watch", "ActivateRelease", "Reflection")
         of_others = {
-            lanes.of(m, streams=any(s in m for s in streams)).name
+            lanes.lane_of(m, streams=any(s in m for s in streams)).name
             for m in RULES
             if RULES[m] is not None
         }

@@ -44,7 +44,7 @@ from nobackfill.server.galleries.plan import (
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import LOCAL, Principal, Role
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Lane, Size
+from nobackfill.server.grpc.rpc import Lane, LaneSize
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Activation, Canary, State, StateFile
@@ -110,7 +110,7 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     adapters = QueryAdapters(tmp_path)
     answerers = AnswererFactory(
-        embedding, adapters, catalog, state, metrics, canaries.make_answerer, healing.answerer
+        embedding, adapters, catalog, state, metrics, canaries.make_answerer, healing.make_answerer
     )
     home = FileGalleryStorage(tmp_path / "galleries", SuspendablePool(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.make_answerer)
@@ -342,7 +342,9 @@ def test_the_pair_of_a_canary(
 
 def in_a_call(key: str, ask: Callable[[], Result]) -> Result:
     def asked() -> Result:
-        context.begin(context.Call(LOCAL, time.monotonic() + 60, key=key, request_id="r"))
+        context.set_current_call(
+            context.Call(LOCAL, time.monotonic() + 60, key=key, request_id="r")
+        )
         return ask()
 
     return contextvars.copy_context().run(asked)
@@ -418,7 +420,7 @@ def test_the_places_of_a_lane(
     shared: bool, held: list[tuple[str, Role, int]], caller: tuple[str, Role], enters: bool
 ) -> None:
     # Four roles: what three others have of their own is six places.
-    lane = Lane("calls", Size(threads=1, places=32), shared=shared)
+    lane = Lane("calls", LaneSize(threads=1, places=32), shared=shared)
     try:
         for name, role, many in held:
             for _ in range(many):

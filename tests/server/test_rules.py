@@ -96,10 +96,10 @@ def test_a_token_expires(tmp_path: Path) -> None:
     past = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
     path.write_text(f"old reader {digest} {past}\n")
     with pytest.raises(UnauthenticatedError):
-        Tokens(path).principal("Bearer secret")
+        Tokens(path).identify_caller("Bearer secret")
     future = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     path.write_text(f"new reader {digest} {future}\n")
-    assert Tokens(path).principal("Bearer secret").name == "new"
+    assert Tokens(path).identify_caller("Bearer secret").name == "new"
 
 
 def test_more_calls_than_a_name_may_make_are_refused_for_a_moment(
@@ -136,12 +136,12 @@ def test_a_token_can_be_taken_back(tmp_path: Path) -> None:
     path = tokens_file(tmp_path / "tokens")
     tokens = Tokens(path)
     bearer = f"Bearer {TOKENS[Role.READER]}"
-    tokens.principal(bearer)
+    tokens.identify_caller(bearer)
     path.write_text("# nobody\n")
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
-            tokens.principal(bearer)
+            tokens.identify_caller(bearer)
         except UnauthenticatedError:
             return
         time.sleep(0.1)

@@ -213,18 +213,18 @@ def test_somebody_elses_triton_by_tls_and_token(
     (tmp_path / "token").write_text("secret\n")
     client = remote_client(remote, tmp_path / "ca.pem", tmp_path / "token")
     with contextlib.closing(client):
-        wait_until(lambda: client.live(1.0), "Triton with TLS answers")
+        wait_until(lambda: client.is_live(1.0), "Triton with TLS answers")
         config = model_config(served.log.parent / "repo", "embedder_1")
         client.load("embedder_1", config, 60)
         assert client.infer("embedder_1", {"image": images(2)}, "embedding", 30).shape[0] == 2
     (tmp_path / "wrong").write_text("wrong")
     for token in (None, tmp_path / "wrong"):
         with contextlib.closing(remote_client(remote, tmp_path / "ca.pem", token)) as stranger:
-            assert not stranger.live(5.0)
+            assert not stranger.is_live(5.0)
             with pytest.raises((UnavailableError, VerificationError), match="restricted"):
                 stranger.load("embedder_1", config, 5)
     with contextlib.closing(TritonClient(remote.removeprefix("grpcs://"), None, "secret")) as plain:
-        assert not plain.live(2.0)
+        assert not plain.is_live(2.0)
 
 
 @pytest.mark.parametrize("triton", ["127.0.0.1:8001", "in-process", None])

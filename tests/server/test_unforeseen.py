@@ -211,7 +211,7 @@ def test_a_log_tells_where_and_holds_no_values() -> None:
     code = """
 from nobackfill.server.grpc import logs
 import structlog
-logs.configure()
+logs.configure_logging()
 vector = [0.123456789]
 try:
     raise KeyError("one")

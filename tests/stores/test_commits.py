@@ -6,7 +6,12 @@ import psycopg
 import pytest
 
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, is_committed, run, sign
+from nobackfill.server.stores.postgresql.database import (
+    Database,
+    is_committed,
+    mark_transaction,
+    run,
+)
 from tests.support.postgres import Server
 
 
@@ -18,7 +23,7 @@ def test_a_transaction_is_under_way_then_committed_or_not(postgres: Server) -> N
             for ending, expected in (("COMMIT", True), ("ROLLBACK", False), ("COMMIT", True)):
                 run(one, "BEGIN")
                 run(one, "SELECT pg_current_xact_id()")
-                signature = sign(one, None)
+                signature = mark_transaction(one, None)
                 assert signature is not None
                 assert is_committed(other, signature) is None
                 run(one, ending)
@@ -33,15 +38,15 @@ def test_what_wrote_nothing_leaves_no_mark_and_old_marks_go(postgres: Server) ->
         with database.connect() as connection:
             run(connection, "DELETE FROM nobackfill.commits")
             run(connection, "BEGIN")
-            assert sign(connection, None) is None
+            assert mark_transaction(connection, None) is None
             run(connection, "SELECT pg_current_xact_id()")
-            first = sign(connection, None)
+            first = mark_transaction(connection, None)
             run(connection, "COMMIT")
             assert first is not None and is_committed(connection, first) is True
             run(connection, "BEGIN")
-            assert sign(connection, first.mark) is None
+            assert mark_transaction(connection, first.mark) is None
             run(connection, "SELECT pg_current_xact_id()")
-            second = sign(connection, first.mark)
+            second = mark_transaction(connection, first.mark)
             run(connection, "COMMIT")
             assert second is not None and is_committed(connection, second) is True
             assert is_committed(connection, first) is False

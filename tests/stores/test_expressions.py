@@ -29,7 +29,7 @@ from nobackfill.gallery.spec import Metadata
 from nobackfill.plugins.milvus import columns as hashes
 from nobackfill.plugins.milvus.columns import Columns, columns_of
 from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
-from nobackfill.server.stores.postgresql.conditions import facets
+from nobackfill.server.stores.postgresql.conditions import encode_facets
 from tests.gallery.test_filters import (
     FILTERS,
     METADATA,
@@ -52,7 +52,7 @@ SAID = re.compile(r"and|or|not|in|id|upto|[tk]\d+|n\d|e")
 
 
 def told(metadata: Metadata) -> Columns:
-    return columns_of(json.loads(facets(metadata)))
+    return columns_of(json.loads(encode_facets(metadata)))
 
 
 def matches(expression: str, columns: Columns) -> bool:

@@ -81,7 +81,7 @@ def url(postgres: Server) -> Iterator[str]:
 
 @contextmanager
 def opened(url: str, most: int = 4) -> Iterator[Database]:
-    with closing(Database(url, most, reader=context.reader)) as database:
+    with closing(Database(url, most, reader=context.reading_call)) as database:
         database.open(schema.prepare)
         yield database
 
@@ -102,7 +102,7 @@ def call(name: str, seconds: float = 60.0, left: threading.Event | None = None) 
 
 def read_for(database: Database, caller: Call, query: bytes = SLEEP) -> object:
     """In a thread that works for a call."""
-    context.begin(caller)
+    context.set_current_call(caller)
     return database.read(lambda connection: connection.execute(query).fetchone())
 
 

@@ -52,7 +52,7 @@ def test_a_graph_is_built_measured_and_not_built_again(
     hosted.build_first_index(SPACE, lambda: None)
     assert is_good(empty)
     # Another gateway takes over.
-    monkeypatch.setattr(hosted_database, "make_graph", None)
+    monkeypatch.setattr(hosted_database, "build_graph", None)
     hosted.build_first_index(SPACE, lambda: None)
     assert hosted.state_value(NOTE) is None
 
@@ -134,7 +134,7 @@ def test_what_happens_meanwhile_is_outlived(
 ) -> None:
     """Before the first pass, and while the graph is asked."""
     info = empty.space(SPACE)
-    graphs.make_graph(empty.database, empty.schema, info)
+    graphs.build_graph(empty.database, empty.schema, info)
     asked = 0
 
     def attacking() -> None:

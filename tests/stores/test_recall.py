@@ -96,7 +96,7 @@ def test_a_thin_graph_is_seen_and_a_whole_one_too(
     assert found < 0.7
     assert shares_of_searches(empty, info, 0) < 0.7, "and that is what searches get"
     assert graphs.has_graph(empty.database, empty.schema, info), "its word: it is valid"
-    graphs.make_graph(empty.database, empty.schema, info)
+    graphs.build_graph(empty.database, empty.schema, info)
     width, found = measuring(info)
     assert found >= graphs.RECALL
     assert shares_of_searches(empty, info, width) >= 0.85
@@ -124,7 +124,7 @@ def test_a_few_vectors_are_asked_through_their_graph(
         if count:
             new = [NewVectors(one, vectors(count, 5)) for one in (spec(1).space, SPACE)]
             empty.put(ids(count), new)
-        graphs.make_graph(empty.database, empty.schema, info)
+        graphs.build_graph(empty.database, empty.schema, info)
         assert measuring(info) == (EF, 1.0)
 
 
@@ -135,7 +135,7 @@ def test_vectors_without_a_direction_are_asked_of_no_graph(
     content = vectors(300, 5)
     content[::2] = 0.0
     info = filled(empty, content, "cosine")
-    graphs.make_graph(empty.database, empty.schema, info)
+    graphs.build_graph(empty.database, empty.schema, info)
     assert measuring(info) == (EF, 1.0)
 
 

@@ -97,7 +97,7 @@ def make_device(repo: Path, gallery: Path, source: str | None = None) -> Path:
 def fill(gallery: Path, images: Path) -> int:
     """Add every image below a folder; how many were new."""
     with Device(gallery) as device:
-        return len(add(device, [images], {}, lambda done, total: None).added)
+        return len(add(device, [images], {}, lambda done, total: None).added_names)
 
 
 def follow(gallery: Path, wishes: SyncOptions | None = None) -> SyncReport:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import orthogonal_procrustes
 
-from nobackfill.training.networks.maps import affine, low_rank, procrustes, whitening
+from nobackfill.training.networks.maps import affine, low_rank, procrustes, whitening_map
 
 
 def paired(a: int = 6, b: int = 6, n: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,11 +111,11 @@ def test_the_full_rank_is_the_affine_map() -> None:
 
 def test_whitened_inputs_are_uncorrelated_with_unit_variance() -> None:
     x, _ = paired()
-    white = whitening(x, ridge=0)(x)
+    white = whitening_map(x, ridge=0)(x)
     torch.testing.assert_close(torch.cov(white.t()), torch.eye(6, dtype=torch.float64))
     torch.testing.assert_close(white.mean(0), torch.zeros(6, dtype=torch.float64))
     flat = torch.cat((x, torch.ones(len(x), 1)), 1)
-    assert whitening(flat)(flat).abs().max() < 100
+    assert whitening_map(flat)(flat).abs().max() < 100
 
 
 def test_unpaired_rows_are_refused() -> None:

@@ -178,8 +178,8 @@ def test_what_a_server_says_cannot_move_the_cursor() -> None:
 
 
 def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    Output().result({}, "a\x1b[2Jb", "c\nd")
-    Output().note("e\rf")
+    Output().print_result({}, "a\x1b[2Jb", "c\nd")
+    Output().print_note("e\rf")
     show(False, {}, [["gallery"], ["\x1b[31m[bold]g\n"]])
     said = capsys.readouterr()
     assert said.out.splitlines()[:2] == [r"a\x1b[2Jb", r"c\nd"]

@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
-def read(conditions: Sequence[str]) -> All:
+def parse_conditions(conditions: Sequence[str]) -> All:
     """Parse conditions into a filter; an item must pass every condition.
 
     The key of a condition is all before its first sign; it may contain spaces. An empty value is an

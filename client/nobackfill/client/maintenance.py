@@ -10,7 +10,7 @@ from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile, sidecar
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.status import disk_bytes
-from nobackfill.client.sync import confirm, embedding_files, missing_files, tidy_models
+from nobackfill.client.sync import drop_rollback_spaces, embedding_files, missing_files, tidy_models
 from nobackfill.client.vault import keys
 from nobackfill.client.vault.queue import TABLE, VaultQueue
 from nobackfill.digests import sha256_file
@@ -191,7 +191,7 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         for space in device.store.spaces():
             if space.state == "staging":
                 staging.drop_space(device.store, space.spec.space)
-        dropped = confirm(device)
+        dropped = drop_rollback_spaces(device)
         with contextlib.suppress(BusyError), device.sync_lock():
             durable.remove_temporary_files(device.models)
             tidy_models(device)

@@ -24,7 +24,7 @@ class Output:
     json: bool = False
     bars: bool = True
 
-    def result(self, answer: Mapping[str, object], *lines: str) -> None:
+    def print_result(self, answer: Mapping[str, object], *lines: str) -> None:
         """Print the result on stdout: with `json` as one JSON object, else as lines.
 
         With `json`, the lines are ignored; otherwise the object is.
@@ -43,7 +43,7 @@ class Output:
         for line in lines:
             print(escape_control(line))
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         """Print a remark on stderr, in both forms; control characters are made visible.
 
         Raises:
@@ -51,7 +51,7 @@ class Output:
         """
         print(escape_control(line), file=sys.stderr)
 
-    def reasons(self, reasons: Mapping[str, str]) -> None:
+    def print_reasons(self, reasons: Mapping[str, str]) -> None:
         """Print one remark on stderr for each reason, with the names that it applies to.
 
         Notes come in the order in which each reason first occurs. A note lists three names, and
@@ -67,7 +67,7 @@ class Output:
         for name, reason in reasons.items():
             names_of.setdefault(reason, []).append(name)
         for reason, names in names_of.items():
-            self.note(f"{join_few(names)}: {reason}")
+            self.print_note(f"{join_few(names)}: {reason}")
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
@@ -93,7 +93,7 @@ class Output:
             yield lambda count, total: bar.update(task, completed=count, total=total)
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes in powers of 1,000: '512 B', '1.5 MB'.
 
     Counts of 1,000 GB and more stay in GB. Rounding may give 1000.0 of a smaller unit. Whole bytes

@@ -167,7 +167,7 @@ def local_image(item: StoredItem) -> bytes | None:
     return data if hashlib.sha256(data).hexdigest() == item.digest else None
 
 
-class Encoder:
+class ReleaseEncoder:
     """The embedder and the side-information encoder of one release.
 
     Attributes:
@@ -226,7 +226,7 @@ class Encoder:
         """
         return self._embedder.run(np.stack(pixels))
 
-    def vectors(self, pixels: Sequence[Pixels]) -> NewVectors:
+    def embed_with_side(self, pixels: Sequence[Pixels]) -> NewVectors:
         """Compute the embeddings and the side-information of one or more decoded images.
 
         Args:
@@ -253,13 +253,13 @@ class AddReport:
     """The result of adding images.
 
     Attributes:
-        added: the paths or ids that were stored.
+        added_names: the paths or ids that were stored.
         duplicates: how many images the gallery held already.
         refusals: the reason by path or id of an image that was not stored.
         system_files: paths that belong to the system, to programs or to a gallery.
     """
 
-    added: list[str] = field(default_factory=list)
+    added_names: list[str] = field(default_factory=list)
     duplicates: int = 0
     refusals: dict[str, str] = field(default_factory=dict)
     system_files: list[str] = field(default_factory=list)
@@ -270,13 +270,13 @@ class PhotoSource:
     """An image to store.
 
     Attributes:
-        image: a file, or the encoded bytes.
+        file_or_bytes: a file, or the encoded bytes.
         notes: metadata of the item; None: none given.
         id: the item's id; None: the head of the content's digest, so that equal images are one
             item.
     """
 
-    image: Path | bytes
+    file_or_bytes: Path | bytes
     notes: Metadata | None = None
     id: str | None = None
 
@@ -286,7 +286,7 @@ class PhotoSource:
 
         Bytes without an id are returned as Python writes them, whatever their length.
         """
-        return str(self.image) if self.id is None else self.id
+        return str(self.file_or_bytes) if self.id is None else self.id
 
     def read(self) -> tuple[bytes, str]:
         """Read the image, from its file if it has one.
@@ -300,9 +300,9 @@ class PhotoSource:
         Raises:
             InvalidInputError: the file cannot be read, see `read_image`.
         """
-        if isinstance(self.image, bytes):
-            return self.image, hashlib.sha256(self.image).hexdigest()
-        return read_image(self.image)
+        if isinstance(self.file_or_bytes, bytes):
+            return self.file_or_bytes, hashlib.sha256(self.file_or_bytes).hexdigest()
+        return read_image(self.file_or_bytes)
 
     @property
     def metadata(self) -> Metadata | None:
@@ -311,7 +311,7 @@ class PhotoSource:
         The file's own keys replace those of `notes`. Bytes have only `notes`. The path is as given,
         not made absolute.
         """
-        path = self.image
+        path = self.file_or_bytes
         if isinstance(path, bytes):
             return self.notes
         notes = self.notes or {}
@@ -363,7 +363,7 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
 
     Returns:
         The paths that were stored, refused or skipped. An image that cannot be read or embedded
-        does not affect the others. `added` is in the order of the search for files.
+        does not affect the others. `added_names` is in the order of the search for files.
 
     Raises:
         InvalidInputError: a path does not exist or cannot be read, there are more than MOST_FILES
@@ -431,7 +431,7 @@ class _Adder:
     def __init__(self, device: GalleryFile, report: AddReport) -> None:
         self._device = device
         self._report = report
-        self._open: dict[str, Encoder] = {}
+        self._open: dict[str, ReleaseEncoder] = {}
 
     def store(self, sources: Iterable[PhotoSource], *, include_existing: bool = False) -> None:
         """Store one batch durably, and add its names and refusals to the report.
@@ -468,7 +468,9 @@ class _Adder:
             self.store([photo.source for photo in photos], include_existing=True)
         if not include_existing:
             names = [photo.source.name for photo in photos]
-            self._report.added += [name for name in names if name not in self._report.refusals]
+            self._report.added_names += [
+                name for name in names if name not in self._report.refusals
+            ]
 
     def _metadata(self, photo: Photo) -> Metadata | None:
         """Return the metadata to store; the same image keeps the metadata that nobody replaces."""
@@ -479,14 +481,16 @@ class _Adder:
         return {**item.metadata, **(source.metadata or {})}
 
     def _embed(
-        self, photos: list[Photo], encoders: Sequence[Encoder]
+        self, photos: list[Photo], encoders: Sequence[ReleaseEncoder]
     ) -> tuple[list[Photo], list[NewVectors]]:
         """Embed the photos; report and leave out those without a vector from every encoder."""
         while photos:
             vectors = []
             for number, encoder in enumerate(encoders):
                 try:
-                    vectors.append(encoder.vectors([photo.pixels[number] for photo in photos]))
+                    vectors.append(
+                        encoder.embed_with_side([photo.pixels[number] for photo in photos])
+                    )
                 except UnusableOutputError as error:
                     why = str(no_vector_error(encoder.manifest))
                     self._report.refusals |= {photos[row].source.name: why for row in error.rows}
@@ -496,7 +500,7 @@ class _Adder:
                 return photos, vectors
         return [], []
 
-    def _encoders(self) -> list[Encoder]:
+    def _encoders(self) -> list[ReleaseEncoder]:
         spaces = [self._device.store.active(), self._device.previous()]
         specs: list[SpaceSpec] = []
         for spec in (space.spec for space in spaces if space is not None):
@@ -506,11 +510,14 @@ class _Adder:
                 continue
             specs.append(spec)
             if spec.space not in self._open:
-                self._open[spec.space] = Encoder(self._device.models, manifest)
+                self._open[spec.space] = ReleaseEncoder(self._device.models, manifest)
         return [self._open[spec.space] for spec in specs]
 
     def _photos(
-        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], include_existing: bool
+        self,
+        sources: Iterable[PhotoSource],
+        encoders: Sequence[ReleaseEncoder],
+        include_existing: bool,
     ) -> Iterator[Photo]:
         batch_digests = set[str]()
         for source in sources:

@@ -40,7 +40,7 @@ class Thumbnails:
         # Decoding a large picture takes 100 MB.
         self._decoding = threading.BoundedSemaphore(count_cores())
 
-    def of(self, item: StoredItem) -> bytes | None:
+    def thumbnail(self, item: StoredItem) -> bytes | None:
         """Return an item's thumbnail; make and cache it if there is none yet.
 
         A cached thumbnail is returned without a look at the original. If the cache cannot be
@@ -64,7 +64,7 @@ class Thumbnails:
             self._store(path, jpeg)
         return jpeg
 
-    def large(self, item: StoredItem) -> bytes | None:
+    def large_picture(self, item: StoredItem) -> bytes | None:
         """Return a large picture of an item, made from its original; it is not cached.
 
         Blocks while as many threads as there are cores decode. A smaller original keeps its size.

@@ -148,7 +148,7 @@ class Search:
         self._migrated = self._migrated_rows(labels)
         self._passing = self._filter(where)
 
-    def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
+    def with_filter(self, where: Mapping[str, Scalar] | Filter) -> Self:
         """Return a search of the same vectors with another filter, without reading them again.
 
         Items whose metadata was changed since are judged by the present metadata.

@@ -24,8 +24,8 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import Failure, GalleryFile, is_gateway
-from nobackfill.client.output import Output, size
-from nobackfill.client.photos import Encoder, local_image
+from nobackfill.client.output import Output, format_bytes
+from nobackfill.client.photos import ReleaseEncoder, local_image
 from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     BusyError,
@@ -592,7 +592,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
     items = staging.left_behind_items(device.store, space, limit=budget)
     items += staging.least_certain_items(device.store, space, limit=budget - len(items))
     if not items:
-        output.note(
+        output.print_note(
             f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
             "re-embedded"
         )
@@ -630,7 +630,7 @@ def re_embed_items(
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
-    encoder = Encoder(device.models, manifest)
+    encoder = ReleaseEncoder(device.models, manifest)
     count = 0
     with output.progress("re-embedding") as advance, _OriginalImages(device, output) as images:
         for start in range(0, len(items), _BATCH):
@@ -644,11 +644,11 @@ def re_embed_items(
     return count
 
 
-def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> int:
+def _write(device: GalleryFile, encoder: ReleaseEncoder, batch: dict[int, Pixels]) -> int:
     if not batch:
         return 0
     try:
-        vectors = encoder.vectors(list(batch.values()))
+        vectors = encoder.embed_with_side(list(batch.values()))
     except UnusableOutputError as error:
         good = [label for row, label in enumerate(batch) if row not in error.rows]
         return _write(device, encoder, {label: batch[label] for label in good})
@@ -681,13 +681,13 @@ class _OriginalImages:
         if self._vault is not None:
             self._vault.close()
 
-    def pixels_of(self, item: StoredItem, encoder: Encoder) -> Pixels | None:
+    def pixels_of(self, item: StoredItem, encoder: ReleaseEncoder) -> Pixels | None:
         """Return the image at the encoder's size; None if it is missing or cannot be decoded."""
         image = self.of(item)
         try:
             return None if image is None else encoder.pixels(image)
         except InvalidInputError as error:
-            self._output.note(f"{item.id}: {error}")
+            self._output.print_note(f"{item.id}: {error}")
         return None
 
     def of(self, item: StoredItem) -> bytes | None:
@@ -698,11 +698,11 @@ class _OriginalImages:
         try:
             return self._vault.image(item.id)
         except (UnavailableError, NotPermittedError, ConfigurationError) as error:
-            self._output.note(f"no images from the vault: {error}")
+            self._output.print_note(f"no images from the vault: {error}")
             self._vault.close()
             self._vault = None
         except (VerificationError, NotFoundError) as error:
-            self._output.note(f"{item.id}: {error}")
+            self._output.print_note(f"{item.id}: {error}")
         return None
 
 
@@ -813,7 +813,7 @@ class _CopyRunner:
         return Upgraded(embedding, side if self.keeps_side else None, None)
 
 
-def remember(
+def record_sync(
     device: GalleryFile,
     release: int,
     failure: Failure,
@@ -997,7 +997,7 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
     }
 
 
-def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
+def drop_rollback_spaces(device: GalleryFile, spare: str | None = None) -> list[int]:
     """Drop the spaces that only a rollback needs.
 
     In a gallery that stores originals (`--keep-original`), spaces with vectors that were embedded
@@ -1225,7 +1225,7 @@ class _Sync:
                 return self._report
             plan = self._plan(release)
             if plan is None:
-                remember(self._device, release, "no_route")
+                record_sync(self._device, release, "no_route")
                 continue
             try:
                 self._report.download_bytes += download_files(
@@ -1334,7 +1334,7 @@ class _Sync:
         with self._device.change_lock(_CHANGE_SECONDS):
             digest = manifest_digest(self._trust, release)
             self._device.store.update_state(hold_back(self._device, release, reason, digest))
-            remember(self._device, release, "refused")
+            record_sync(self._device, release, "refused")
         self._fall_behind(reason)
 
     def _describe(self, plan: SyncPlan, state: str) -> None:
@@ -1368,7 +1368,7 @@ class _Sync:
         outcome = migrate(device, plan, self._options.backfill, state, self._output)
         self._report.re_embedded += outcome.re_embedded
         if outcome.left_behind:
-            remember(device, release, "left_behind")
+            record_sync(device, release, "left_behind")
             self._fall_behind(
                 f"release {release}: {outcome.left_behind} items have no side-information for its "
                 f"upgrade; `sync --backfill {outcome.left_behind}` embeds them from their images"
@@ -1377,10 +1377,10 @@ class _Sync:
         self._describe(plan, "upgraded")
         self._report.upgrade_seconds = round(time.monotonic() - started, 3)
         self._report.items = device.store.count()
-        self._report.neighbours_kept = remember(
+        self._report.neighbours_kept = record_sync(
             device, release, "none", self._report.upgrade_seconds, (old, SpaceSpec.of(plan.target))
         )
-        confirm(device, spare=old.space)
+        drop_rollback_spaces(device, spare=old.space)
         tidy_models(device)
         return True
 
@@ -1401,7 +1401,7 @@ class _Sync:
         if report.state == "up-to-date":
             with self._changing():
                 way_back = None if self._has_served() else device.state("return_to")
-                report.confirmed = confirm(device, spare=way_back)
+                report.confirmed = drop_rollback_spaces(device, spare=way_back)
                 tidy_models(device)
         return report
 
@@ -1414,7 +1414,7 @@ class _Sync:
         return datetime.now(UTC) - datetime.fromisoformat(migration["at"]) >= _CONFIRMED_AFTER
 
 
-def sentence(report: SyncReport) -> str:
+def describe_report(report: SyncReport) -> str:
     """Describe in one line what a sync did or would do.
 
     Returns:
@@ -1427,8 +1427,8 @@ def sentence(report: SyncReport) -> str:
         "upgraded": f"{report.items} items now in release {report.release}'s space "
         f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
         "planned": f"would go from release {report.from_release} to {report.release}: "
-        f"{size(report.download_bytes)} to download, about {report.upgrade_seconds:.1f} s for "
-        f"{report.items} items",
+        f"{format_bytes(report.download_bytes)} to download, about {report.upgrade_seconds:.1f} s "
+        f"for {report.items} items",
         "up-to-date": f"release {report.release} is the newest that can be followed",
         "rolled-back": f"returned to release {report.release}",
         "behind": f"stays at release {report.from_release}",

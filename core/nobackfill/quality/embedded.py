@@ -165,7 +165,7 @@ class PublishedListing(EmbeddedListing):
             self.seconds[release,] = time.perf_counter() - begin
         return self._native[release]
 
-    def side(self, release: int) -> Vectors | None:
+    def side_information(self, release: int) -> Vectors | None:
         """Return side-information by the release's own encoder.
 
         It is float32 [n, side_dim], and computed on first use; later calls return the same array,
@@ -222,7 +222,7 @@ class PublishedListing(EmbeddedListing):
         embedding = self.native(releases[0])
         if not route.steps:
             return Upgraded(embedding, None, None)
-        side = self.side(releases[0]) if route.reads_side else None
+        side = self.side_information(releases[0]) if route.reads_side else None
         runner = open_route(self.files, route, self._threads, int8=int8)
         started = time.perf_counter()
         carried = runner.run(embedding, side)

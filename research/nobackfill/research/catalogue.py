@@ -17,7 +17,7 @@ from nobackfill.research.presets import Preset, Values
 from nobackfill.research.rows import (
     ComparisonPlace,
     MethodRow,
-    Name,
+    RowName,
     SharedModels,
     TrainingRun,
     row_in,
@@ -51,17 +51,17 @@ def sizes(shared: SharedModels) -> list[MethodRow]:
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
     assert isinstance(dim, int) and isinstance(inner, int)
     others = {
-        Name.FCT_SIDE_QUARTER: ("simclr", dim // 4),
+        RowName.FCT_SIDE_QUARTER: ("simclr", dim // 4),
         "fct_side_half": ("simclr", dim // 2),
-        Name.FCT_SIDE_DOUBLE: ("simclr", 2 * dim),
+        RowName.FCT_SIDE_DOUBLE: ("simclr", 2 * dim),
         "fct_bits_double": ("binary_simclr", 2 * dim),
-        Name.FCT_BITS_FOURFOLD: ("binary_simclr", 4 * dim),
+        RowName.FCT_BITS_FOURFOLD: ("binary_simclr", 4 * dim),
     }
     return [
-        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
         shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
-        shared.upgrade_row(Name.FCT_BINARY_SIMCLR, "fct", shared.side("binary_simclr")),
+        shared.upgrade_row(RowName.FCT_BINARY_SIMCLR, "fct", shared.side("binary_simclr")),
         *(
             shared.upgrade_row(name, "fct", shared.side(kind, width))
             for name, (kind, width) in others.items()
@@ -79,7 +79,7 @@ def parts(shared: SharedModels) -> list[MethodRow]:
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
-    small = shared.upgrade_row(Name.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
+    small = shared.upgrade_row(RowName.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
     published, preset_ours = preset.upgrade, preset.ours
     upweighted = _at_equal_steps(shared, published)
     ours_upweighted = _at_equal_steps(shared, preset_ours)
@@ -87,32 +87,32 @@ def parts(shared: SharedModels) -> list[MethodRow]:
     labelled = _views_and_steps(shared, published) | {"options": {"classification": 1.0}}
     return [
         shared.upgrade_row(
-            Name.RESIDUAL_NO_LISTWISE, "residual", simclr, options={"listwise": 0.0}
+            RowName.RESIDUAL_NO_LISTWISE, "residual", simclr, options={"listwise": 0.0}
         ),
-        shared.upgrade_row(Name.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
+        shared.upgrade_row(RowName.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
         small,
         MethodRow("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
-        shared.upgrade_row(Name.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
-        shared.upgrade_row(Name.RESIDUAL_BEST, "residual", simclr, keep_best=True),
-        shared.upgrade_row(Name.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
-        shared.upgrade_row(Name.FCT_SIMCLR_UPWEIGHTED, "fct", simclr, **upweighted),
-        shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **ours_upweighted),
-        shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **ours_upweighted),
-        shared.upgrade_row(Name.RESIDUAL_LABELLED, "residual", simclr, **labelled),
-        shared.upgrade_row(Name.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
-        shared.upgrade_row(Name.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
-        shared.upgrade_row(Name.RESIDUAL_INNER, "residual", shared.side("inner")),
+        shared.upgrade_row(RowName.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
+        shared.upgrade_row(RowName.RESIDUAL_BEST, "residual", simclr, keep_best=True),
+        shared.upgrade_row(RowName.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
+        shared.upgrade_row(RowName.FCT_SIMCLR_UPWEIGHTED, "fct", simclr, **upweighted),
+        shared.upgrade_row(RowName.RESIDUAL_NONE_UPWEIGHTED, "residual", **ours_upweighted),
+        shared.upgrade_row(RowName.RESIDUAL_UPWEIGHTED, "residual", simclr, **ours_upweighted),
+        shared.upgrade_row(RowName.RESIDUAL_LABELLED, "residual", simclr, **labelled),
+        shared.upgrade_row(RowName.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
+        shared.upgrade_row(RowName.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
+        shared.upgrade_row(RowName.RESIDUAL_INNER, "residual", shared.side("inner")),
         shared.upgrade_row(
-            Name.RESIDUAL_BOTH_VIEWS, "residual", simclr, options={"both_views": True}
+            RowName.RESIDUAL_BOTH_VIEWS, "residual", simclr, options={"both_views": True}
         ),
         shared.upgrade_row(
-            Name.RESIDUAL_SAME_CLASS,
+            RowName.RESIDUAL_SAME_CLASS,
             "residual",
             simclr,
             options={"both_views": True, "same_class": 0.3},
         ),
-        shared.upgrade_row(Name.FCT_MIXED, "fct", simclr, **as_ours),
-        shared.upgrade_row(Name.AFFINE_MIXED, "affine", simclr, **as_ours),
+        shared.upgrade_row(RowName.FCT_MIXED, "fct", simclr, **as_ours),
+        shared.upgrade_row(RowName.AFFINE_MIXED, "affine", simclr, **as_ours),
     ]
 
 
@@ -152,13 +152,13 @@ def adapted(shared: SharedModels) -> list[MethodRow]:
     """
     dim = shared.place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
-    bt2 = shared.adapted(Name.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
-    nearly = shared.adapted(Name.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
+    bt2 = shared.adapted(RowName.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
+    nearly = shared.adapted(RowName.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
     return [
-        MethodRow(Name.BT2, shared.old, bt2),
-        shared.on_top(Name.BT2_RESIDUAL, bt2),
-        MethodRow(Name.LAMBDA_ORTHOGONAL, shared.old, nearly),
-        shared.on_top(Name.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
+        MethodRow(RowName.BT2, shared.old, bt2),
+        shared.on_top(RowName.BT2_RESIDUAL, bt2),
+        MethodRow(RowName.LAMBDA_ORTHOGONAL, shared.old, nearly),
+        shared.on_top(RowName.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
     ]
 
 
@@ -178,9 +178,9 @@ def stationary(shared: SharedModels) -> list[MethodRow]:
     }
     old = place.embedder("old-simplex", classes=split.old, role="old", **head)
     new = place.embedder(
-        Name.D_SIMPLEX, classes=split.new, role="new", old=old, method="d_simplex", **head
+        RowName.D_SIMPLEX, classes=split.new, role="new", old=old, method="d_simplex", **head
     )
-    return [MethodRow(Name.D_SIMPLEX, old, new)]
+    return [MethodRow(RowName.D_SIMPLEX, old, new)]
 
 
 # Backbones of the old and of the new model, by prefix of the rows' names.
@@ -227,12 +227,12 @@ def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
 
     dmu = compatible("dmu", hidden_dim=place.preset.dmu_hidden_dim)
     return [
-        MethodRow(row_in(pair, Name.INDEPENDENT), old, own),
-        MethodRow(row_in(pair, Name.BCT_SYS), old, compatible("bct_sys")),
-        MethodRow(row_in(pair, Name.DMU), old, dmu, (dmu,)),
-        upgraded(Name.AFFINE_SIMCLR, "affine"),
-        upgraded(Name.FCT_SIMCLR, "fct"),
-        upgraded(Name.RESIDUAL_SIMCLR, "residual"),
+        MethodRow(row_in(pair, RowName.INDEPENDENT), old, own),
+        MethodRow(row_in(pair, RowName.BCT_SYS), old, compatible("bct_sys")),
+        MethodRow(row_in(pair, RowName.DMU), old, dmu, (dmu,)),
+        upgraded(RowName.AFFINE_SIMCLR, "affine"),
+        upgraded(RowName.FCT_SIMCLR, "fct"),
+        upgraded(RowName.RESIDUAL_SIMCLR, "residual"),
     ]
 
 
@@ -302,18 +302,18 @@ COMPATIBLE: Mapping[str, tuple[str, Values]] = {
     "lwf": ("lwf", {}),
     "regress": ("regress", {}),
     "contrastive": ("contrastive", {}),
-    Name.BCT: ("bct", {}),
-    Name.BCT_KD: ("bct_kd", {}),
-    Name.BCT_SYS: ("bct_sys", {}),
-    Name.UNIBCT_VANILLA: ("unibct", {"prototypes": "vanilla"}),
+    RowName.BCT: ("bct", {}),
+    RowName.BCT_KD: ("bct_kd", {}),
+    RowName.BCT_SYS: ("bct_sys", {}),
+    RowName.UNIBCT_VANILLA: ("unibct", {"prototypes": "vanilla"}),
     "unibct_drop": ("unibct", {"prototypes": "drop"}),
-    Name.UNIBCT: ("unibct", {}),
+    RowName.UNIBCT: ("unibct", {}),
     "focal": ("focal", {}),
     "mixbct": ("mixbct", {}),
 }
 # Options of DMU by row.
 DMU: Mapping[str, Values] = {
-    Name.DMU: {},
+    RowName.DMU: {},
     "dmu_selective": {"forward": False},
     "dmu_forward": {"measure": "uniform"},
     "dmu_confidence": {"measure": "confidence"},
@@ -321,7 +321,7 @@ DMU: Mapping[str, Values] = {
     # Weights that differ visibly: Eq. 9 on cosines times ArcFace's usual scale.
     "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
 }
-VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
+VARIANTS = (RowName.BCT_WIDE, RowName.BCT_RELU, RowName.BCT_SOFTMAX_TO_COSINE)
 
 
 def compatible(shared: SharedModels) -> list[MethodRow]:
@@ -329,7 +329,7 @@ def compatible(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    rows = [MethodRow(Name.INDEPENDENT, shared.old, shared.new)]
+    rows = [MethodRow(RowName.INDEPENDENT, shared.old, shared.new)]
     for name, (method, options) in COMPATIBLE.items():
         rows.append(MethodRow(name, shared.old, shared.compatible(name, method, **options)))
     return rows
@@ -374,10 +374,10 @@ def arcface(shared: SharedModels) -> list[MethodRow]:
         return MethodRow(row_in("arcface", name), old, new, (run,), simclr)
 
     return [
-        MethodRow(row_in("arcface", Name.INDEPENDENT), old, new),
-        row(Name.AFFINE_SIMCLR, "affine"),
-        row(Name.FCT_SIMCLR, "fct"),
-        row(Name.RESIDUAL_SIMCLR, "residual"),
+        MethodRow(row_in("arcface", RowName.INDEPENDENT), old, new),
+        row(RowName.AFFINE_SIMCLR, "affine"),
+        row(RowName.FCT_SIMCLR, "fct"),
+        row(RowName.RESIDUAL_SIMCLR, "residual"),
     ]
 
 
@@ -399,9 +399,9 @@ def variants(shared: SharedModels) -> list[MethodRow]:
         "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
     )
     return [
-        bct(Name.BCT_WIDE, shared.old, embedding_dim=2 * dim),
-        bct(Name.BCT_RELU, shared.old, last_nonlin=True),
-        bct(Name.BCT_SOFTMAX_TO_COSINE, softmax, head="cosface", margin=0.2, scale=16),
+        bct(RowName.BCT_WIDE, shared.old, embedding_dim=2 * dim),
+        bct(RowName.BCT_RELU, shared.old, last_nonlin=True),
+        bct(RowName.BCT_SOFTMAX_TO_COSINE, softmax, head="cosface", margin=0.2, scale=16),
     ]
 
 
@@ -415,10 +415,12 @@ def maps(shared: SharedModels) -> list[MethodRow]:
     return [
         shared.upgrade_row("procrustes", "procrustes"),
         shared.upgrade_row("low_rank", "low_rank"),
-        shared.upgrade_row(Name.AFFINE, "affine"),
-        shared.upgrade_row(Name.AFFINE_SIMCLR, "affine", simclr),
+        shared.upgrade_row(RowName.AFFINE, "affine"),
+        shared.upgrade_row(RowName.AFFINE_SIMCLR, "affine", simclr),
         shared.upgrade_row("soft_prototypes", "soft_prototypes", options=control),
-        shared.upgrade_row(Name.SOFT_PROTOTYPES_SIMCLR, "soft_prototypes", simclr, options=control),
+        shared.upgrade_row(
+            RowName.SOFT_PROTOTYPES_SIMCLR, "soft_prototypes", simclr, options=control
+        ),
     ]
 
 
@@ -437,27 +439,27 @@ def transforms(shared: SharedModels) -> list[MethodRow]:
     assert isinstance(inner, int)
     unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
     rows = [
-        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        shared.upgrade_row(RowName.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
+            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side(kind))
             for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
         ),
-        shared.upgrade_row(Name.FCT_SIMCLR_UNLABELLED, "fct", unlabelled),
-        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
+        shared.upgrade_row(RowName.FCT_SIMCLR_UNLABELLED, "fct", unlabelled),
+        shared.upgrade_row(RowName.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
         _doubled(shared),
-        shared.upgrade_row(Name.FCT_SMALL, "fct", simclr, inner_dim=inner // 4),
-        shared.upgrade_row(Name.KL, "kl", simclr),
-        shared.upgrade_row(Name.REVERSED_KL, "reversed_kl", simclr),
-        shared.upgrade_row(Name.LCE, "lce", simclr),
-        shared.upgrade_row(Name.RBT, "rbt"),
-        shared.upgrade_row(Name.FASTFILL_JOINT, "fastfill", simclr, options={"joint": True}),
+        shared.upgrade_row(RowName.FCT_SMALL, "fct", simclr, inner_dim=inner // 4),
+        shared.upgrade_row(RowName.KL, "kl", simclr),
+        shared.upgrade_row(RowName.REVERSED_KL, "reversed_kl", simclr),
+        shared.upgrade_row(RowName.LCE, "lce", simclr),
+        shared.upgrade_row(RowName.RBT, "rbt"),
+        shared.upgrade_row(RowName.FASTFILL_JOINT, "fastfill", simclr, options={"joint": True}),
     ]
     # If the preset's SimCLR has small crops, the row would equal fct_simclr.
     if "small_crops" not in place.preset.side_encoder:
         crops = place.side_encoder(
             "side-multicrop", classes=split.old, kind="simclr", small_crops=2
         )
-        rows.append(shared.upgrade_row(Name.FCT_MULTICROP, "fct", crops))
+        rows.append(shared.upgrade_row(RowName.FCT_MULTICROP, "fct", crops))
     return [*rows, *_raw(shared), *best(shared)]
 
 
@@ -467,7 +469,7 @@ def _raw(shared: SharedModels) -> list[MethodRow]:
         return []
     kind = shared.place.preset.side_encoder.get("side_info", "simclr")
     side = shared.side(str(kind))
-    return [shared.upgrade_row(Name.FCT_RAW, "fct", side, options={"raw": True})]
+    return [shared.upgrade_row(RowName.FCT_RAW, "fct", side, options={"raw": True})]
 
 
 # Old networks of FCT Table 4; the paper's MobileNet is V1, which torchvision does not have.
@@ -524,16 +526,16 @@ def best(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     simclr = shared.side("simclr")
-    residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
+    residual = shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", simclr)
     return [
         shared.upgrade_row("fastfill_none", "fastfill"),
-        shared.upgrade_row(Name.FASTFILL_SIMCLR, "fastfill", simclr),
-        shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
+        shared.upgrade_row(RowName.FASTFILL_SIMCLR, "fastfill", simclr),
+        shared.upgrade_row(RowName.RESIDUAL_NONE, "residual"),
         residual,
         MethodRow(
-            Name.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True
+            RowName.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True
         ),
-        shared.on_top(Name.DMU_RESIDUAL, shared.compatible(Name.DMU, "dmu")),
+        shared.on_top(RowName.DMU_RESIDUAL, shared.compatible(RowName.DMU, "dmu")),
     ]
 
 
@@ -543,15 +545,15 @@ def core(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     simclr = shared.side("simclr")
-    names = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
+    names = {RowName.INDEPENDENT, RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT}
     return [
         *(row for row in compatible(shared) if row.name in names),
-        *(row for row in dmu(shared) if row.name == Name.DMU),
+        *(row for row in dmu(shared) if row.name == RowName.DMU),
         *maps(shared),
-        shared.upgrade_row(Name.FCT_NONE, "fct"),
-        shared.upgrade_row(Name.FCT_ALTERNATE, "fct", shared.side("alternate")),
-        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
-        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
+        shared.upgrade_row(RowName.FCT_NONE, "fct"),
+        shared.upgrade_row(RowName.FCT_ALTERNATE, "fct", shared.side("alternate")),
+        shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row(RowName.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
         *best(shared),
     ]
 
@@ -565,13 +567,13 @@ def public_protocol(shared: SharedModels) -> list[MethodRow]:
     """
     simclr = shared.side("simclr")
     return [
-        *(row for row in compatible(shared) if row.name in (Name.INDEPENDENT, Name.BCT)),
-        shared.upgrade_row(Name.FCT_NONE, "fct"),
-        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        *(row for row in compatible(shared) if row.name in (RowName.INDEPENDENT, RowName.BCT)),
+        shared.upgrade_row(RowName.FCT_NONE, "fct"),
+        shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row("fastfill_none", "fastfill"),
         shared.upgrade_row("fastfill_joint_none", "fastfill", options={"joint": True}),
-        shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
-        shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr),
+        shared.upgrade_row(RowName.RESIDUAL_NONE, "residual"),
+        shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", simclr),
     ]
 
 
@@ -587,17 +589,27 @@ def strong(shared: SharedModels) -> list[MethodRow]:
     both = shared.side("inner_simclr")
     joint = {"both_views": True, "same_class": 0.3, "members": 3, "distilled": True}
     named = {
-        *(Name.INDEPENDENT, Name.AFFINE_SIMCLR, Name.SOFT_PROTOTYPES_SIMCLR, Name.FCT_NONE),
-        *(Name.FCT_SIMCLR, Name.FASTFILL_SIMCLR, Name.FASTFILL_JOINT, Name.RESIDUAL_SIMCLR),
-        *(Name.RESIDUAL_INNER, Name.RESIDUAL_BOTH_VIEWS, Name.RESIDUAL_SAME_CLASS),
+        *(
+            RowName.INDEPENDENT,
+            RowName.AFFINE_SIMCLR,
+            RowName.SOFT_PROTOTYPES_SIMCLR,
+            RowName.FCT_NONE,
+        ),
+        *(
+            RowName.FCT_SIMCLR,
+            RowName.FASTFILL_SIMCLR,
+            RowName.FASTFILL_JOINT,
+            RowName.RESIDUAL_SIMCLR,
+        ),
+        *(RowName.RESIDUAL_INNER, RowName.RESIDUAL_BOTH_VIEWS, RowName.RESIDUAL_SAME_CLASS),
     }
     rows = (*compatible(shared), *maps(shared), *transforms(shared), *parts(shared))
     return [
         *{row.name: row for row in rows if row.name in named}.values(),
         shared.upgrade_row("affine_inner_simclr", "affine", both),
         shared.upgrade_row("fct_inner_simclr", "fct", both),
-        shared.upgrade_row(Name.RESIDUAL_INNER_SIMCLR, "residual", both),
-        shared.upgrade_row(Name.RESIDUAL_JOINT, "residual", both, options=joint),
+        shared.upgrade_row(RowName.RESIDUAL_INNER_SIMCLR, "residual", both),
+        shared.upgrade_row(RowName.RESIDUAL_JOINT, "residual", both, options=joint),
     ]
 
 
@@ -607,21 +619,21 @@ def core_unseen(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. They stay in the order of `core`.
     """
     names = {
-        Name.INDEPENDENT,
-        Name.AFFINE,
-        Name.AFFINE_SIMCLR,
-        Name.SOFT_PROTOTYPES_SIMCLR,
-        Name.FCT_NONE,
-        Name.FCT_SIMCLR,
-        Name.FASTFILL_SIMCLR,
-        Name.RESIDUAL_SIMCLR,
+        RowName.INDEPENDENT,
+        RowName.AFFINE,
+        RowName.AFFINE_SIMCLR,
+        RowName.SOFT_PROTOTYPES_SIMCLR,
+        RowName.FCT_NONE,
+        RowName.FCT_SIMCLR,
+        RowName.FASTFILL_SIMCLR,
+        RowName.RESIDUAL_SIMCLR,
     }
     return [row for row in core(shared) if row.name in names]
 
 
 def core_unseen_compatible(shared: SharedModels) -> list[MethodRow]:
     """List the compatible new models of `core`, which `core_unseen` omits."""
-    names = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
+    names = {RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT, RowName.DMU}
     return [row for row in core(shared) if row.name in names]
 
 
@@ -635,9 +647,9 @@ def _doubled(shared: SharedModels) -> MethodRow:
     assert isinstance(dim, int) and isinstance(side_dim, int)
     old = place.embedder("old-doubled", classes=split.old, role="old", embedding_dim=dim + side_dim)
     run = place.upgrade(
-        f"upgrade-{Name.FCT_DOUBLED}", old, shared.new, classes=split.new, method="fct"
+        f"upgrade-{RowName.FCT_DOUBLED}", old, shared.new, classes=split.new, method="fct"
     )
-    return MethodRow(Name.FCT_DOUBLED, old, shared.new, (run,))
+    return MethodRow(RowName.FCT_DOUBLED, old, shared.new, (run,))
 
 
 GROUPS: dict[str, Callable[[SharedModels], list[MethodRow]]] = {

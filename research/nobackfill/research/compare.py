@@ -44,10 +44,17 @@ from nobackfill.research.presets import (
 )
 from nobackfill.research.protocols import ProtocolRow, summarise_protocols, write_protocols
 from nobackfill.research.published import TRAIN
-from nobackfill.research.results import MAIN, Provenance, Results, draw, points, write_results
+from nobackfill.research.results import (
+    MAIN,
+    Provenance,
+    Results,
+    cost_points,
+    draw_costs,
+    write_results,
+)
 from nobackfill.research.rivals.rows import rivals
 from nobackfill.research.rows import ComparisonPlace
-from nobackfill.research.serve import costs
+from nobackfill.research.serve import measure_costs
 from nobackfill.research.summary import MeasuredRow, summarise
 from nobackfill.research.tasks import Planned, cells_path, images_of, run_tasks
 from nobackfill.research.vector_bench import compare_vectors, page_of, read_vectors, write_bench
@@ -56,7 +63,7 @@ from nobackfill.training.cli.command import command_app
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Describe processor, cores, accelerator and torch's version, without the machine's name.
 
     The processor is only an architecture where /proc/cpuinfo has no model. The first GPU counts.
@@ -258,7 +265,7 @@ def main(
             preset, images, out, seeds_of(preset, seeds), names, jobs,
             first_seed_names=once, cluster=ray,
         )  # fmt: skip
-        print(write_protocols(out, preset.title, rows, command, machine()))
+        print(write_protocols(out, preset.title, rows, command, describe_machine()))
         return
     results = compare(
         preset, images, out, seeds_of(preset, seeds), names, jobs,
@@ -285,7 +292,7 @@ def _compare_vectors(
         pairs=pairs,
         seeds=seeds,
         command=" ".join(words),
-        machine=machine(),
+        machine=describe_machine(),
         registry=None if width is None else rivals(inner_dim=width),
     )
     write_bench(out, files[0].stem, results)
@@ -296,7 +303,7 @@ def _write(out: Path, preset: Preset, results: Results) -> None:
     text = full_page(results)
     write_results(out / f"{preset.title}.json", results)
     write_file(out / f"{preset.title}.md", text.encode(), 0o644)
-    drawing = draw(points(results), f"Quality and cost on {preset.title}")
+    drawing = draw_costs(cost_points(results), f"Quality and cost on {preset.title}")
     write_file(out / f"{preset.title}.svg", drawing, 0o644)
     print(text)
 
@@ -366,9 +373,9 @@ def compare(
         preset, images, out, seeds, names, jobs, changes or {}, first_seed_names, cluster
     )
     # Costs of the first place; they are equal for all seeds and splits.
-    cost_of, rows = costs(planned[0][1]), _collect(planned)
+    cost_of, rows = measure_costs(planned[0][1]), _collect(planned)
     provenance = Provenance(
-        command=command, machine=machine(), configured=digest_of_rows(preset, rows)
+        command=command, machine=describe_machine(), configured=digest_of_rows(preset, rows)
     )
     return summarise(preset.title, preset.metric, seeds, provenance, rows, CLAIMS, cost_of)
 

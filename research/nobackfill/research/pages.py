@@ -19,7 +19,7 @@ from nobackfill.research.catalogue import digest_of_rows
 from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES, RANGED
 from nobackfill.research.presets import PRESETS
 from nobackfill.research.results import MAIN, UNSEEN, ClaimOutcome, Results, RowResult, read_results
-from nobackfill.research.rows import OURS, Name
+from nobackfill.research.rows import OURS, RowName
 from nobackfill.research.settings import LIMIT
 from nobackfill.research.summary import FEWEST_SEEDS, FIGURES
 from nobackfill.research.vector_bench import (
@@ -74,54 +74,54 @@ def _fct(table: int, cells: Sequence[tuple[str, str, float, float]]) -> tuple[Pa
 # By data set. The last table of apple/ml-fct's README, the one of YifeiZhou02/BT-2, and fct.txt.
 PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
     "cifar100-fct": (
-        PaperFigure(Name.INDEPENDENT, "old/old", 34.2, 16.5, _FCT),
-        PaperFigure(Name.INDEPENDENT, "new/new", 56.5, 36.3, _FCT),
-        PaperFigure(Name.FCT_NONE, "new/served", 47.2, 25.8, _FCT),
-        PaperFigure(Name.FCT_SIMCLR, "new/served", 50.2, 32.2, _FCT),
-        PaperFigure(Name.FCT_NONE, "backfill random", 49.1, 29.1, _FCT),
+        PaperFigure(RowName.INDEPENDENT, "old/old", 34.2, 16.5, _FCT),
+        PaperFigure(RowName.INDEPENDENT, "new/new", 56.5, 36.3, _FCT),
+        PaperFigure(RowName.FCT_NONE, "new/served", 47.2, 25.8, _FCT),
+        PaperFigure(RowName.FCT_SIMCLR, "new/served", 50.2, 32.2, _FCT),
+        PaperFigure(RowName.FCT_NONE, "backfill random", 49.1, 29.1, _FCT),
         PaperFigure("fastfill_joint_none", "backfill uncertainty", 53.6, 32.5, _FCT),
-        PaperFigure(Name.INDEPENDENT, "old/old", 33.6, 24.4, _BT2_CODE),
-        PaperFigure(Name.INDEPENDENT, "new/old", 0.8, 1.5, _BT2_CODE),
-        PaperFigure(Name.INDEPENDENT, "new/new", 62.7, 49.9, _BT2_CODE),
-        PaperFigure(Name.BCT, "new/old", 25.0, 24.7, _BT2_CODE),
-        PaperFigure(Name.BCT, "new/new", 60.0, 47.3, _BT2_CODE),
-        PaperFigure(Name.BT2, "new/old", 38.7, 27.7, _BT2_CODE),
-        PaperFigure(Name.BT2, "new/new", 62.4, 50.5, _BT2_CODE),
+        PaperFigure(RowName.INDEPENDENT, "old/old", 33.6, 24.4, _BT2_CODE),
+        PaperFigure(RowName.INDEPENDENT, "new/old", 0.8, 1.5, _BT2_CODE),
+        PaperFigure(RowName.INDEPENDENT, "new/new", 62.7, 49.9, _BT2_CODE),
+        PaperFigure(RowName.BCT, "new/old", 25.0, 24.7, _BT2_CODE),
+        PaperFigure(RowName.BCT, "new/new", 60.0, 47.3, _BT2_CODE),
+        PaperFigure(RowName.BT2, "new/old", 38.7, 27.7, _BT2_CODE),
+        PaperFigure(RowName.BT2, "new/new", 62.4, 50.5, _BT2_CODE),
     ),
     "imagenet": _fct(
         1,
         [
-            (Name.INDEPENDENT, "old/old", 46.5, 29.9),
-            (Name.INDEPENDENT, "new/new", 68.1, 45.0),
-            (Name.BCT, "new/old", 46.9, 30.1),
-            (Name.BCT, "new/new", 62.4, 41.1),
-            (Name.FCT_NONE, "new/served", 61.8, 39.9),
-            (Name.FCT_SIMCLR, "new/served", 65.0, 43.6),
-            (Name.FCT_SIMCLR, "served/served", 59.3, 41.3),
+            (RowName.INDEPENDENT, "old/old", 46.5, 29.9),
+            (RowName.INDEPENDENT, "new/new", 68.1, 45.0),
+            (RowName.BCT, "new/old", 46.9, 30.1),
+            (RowName.BCT, "new/new", 62.4, 41.1),
+            (RowName.FCT_NONE, "new/served", 61.8, 39.9),
+            (RowName.FCT_SIMCLR, "new/served", 65.0, 43.6),
+            (RowName.FCT_SIMCLR, "served/served", 59.3, 41.3),
         ],
     ),
     "places365": _fct(
         2,
         [
-            (Name.INDEPENDENT, "old/old", 29.6, 11.6),
-            (Name.INDEPENDENT, "new/new", 37.0, 17.0),
-            (Name.BCT, "new/old", 30.4, 12.6),
-            (Name.BCT, "new/new", 34.9, 16.0),
-            (Name.FCT_NONE, "new/served", 34.8, 17.5),
-            (Name.FCT_SIMCLR, "new/served", 35.8, 18.1),
-            (Name.FCT_SIMCLR, "served/served", 34.0, 17.3),
+            (RowName.INDEPENDENT, "old/old", 29.6, 11.6),
+            (RowName.INDEPENDENT, "new/new", 37.0, 17.0),
+            (RowName.BCT, "new/old", 30.4, 12.6),
+            (RowName.BCT, "new/new", 34.9, 16.0),
+            (RowName.FCT_NONE, "new/served", 34.8, 17.5),
+            (RowName.FCT_SIMCLR, "new/served", 35.8, 18.1),
+            (RowName.FCT_SIMCLR, "served/served", 34.0, 17.3),
         ],
     ),
     "vggface2": _fct(
         3,
         [
-            (Name.INDEPENDENT, "old/old", 84.0, 44.6),
-            (Name.INDEPENDENT, "new/new", 96.6, 77.8),
-            (Name.BCT, "new/old", 84.2, 45.0),
-            (Name.BCT, "new/new", 95.1, 74.3),
-            (Name.FCT_NONE, "new/served", 91.5, 60.1),
-            (Name.FCT_ALTERNATE, "new/served", 92.5, 62.6),
-            (Name.FCT_ALTERNATE, "served/served", 87.2, 53.4),
+            (RowName.INDEPENDENT, "old/old", 84.0, 44.6),
+            (RowName.INDEPENDENT, "new/new", 96.6, 77.8),
+            (RowName.BCT, "new/old", 84.2, 45.0),
+            (RowName.BCT, "new/new", 95.1, 74.3),
+            (RowName.FCT_NONE, "new/served", 91.5, 60.1),
+            (RowName.FCT_ALTERNATE, "new/served", 92.5, 62.6),
+            (RowName.FCT_ALTERNATE, "served/served", 87.2, 53.4),
         ],
     ),
 }
@@ -142,7 +142,7 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
     lines = ["| row | cell | published | ours | source |", "|---|---|---|---|---|"]
     for figure in PAPER_FIGURES[data]:
         published = f"{figure.cmc1:.1f} / {figure.map:.1f}"
-        ours = pair(rows.get(figure.row), figure.cell)
+        ours = format_pair(rows.get(figure.row), figure.cell)
         lines.append(f"| {figure.row} | {figure.cell} | {published} | {ours} | {figure.source} |")
     return lines
 
@@ -177,7 +177,7 @@ def table_head(*titles: str) -> list[str]:
     return [f"| {' | '.join(('method', *titles))} |", "|---" * (len(titles) + 1) + "|"]
 
 
-def pair(row: RowResult | None, cell: str) -> str:
+def format_pair(row: RowResult | None, cell: str) -> str:
     """Format CMC-1 and mAP of a cell in percent, such as "45.1 / 32.0 ± 0.4".
 
     The deviation is mAP's over seeds; it is left out for one seed.
@@ -296,10 +296,10 @@ def _limits(results: Results) -> str:
 def _table(results: Results) -> list[str]:
     lines = table_head(*TITLES, *UNSEEN_TITLES)
     for name, row, unseen in _both(results):
-        fields = [pair(row, cell) for cell in ENDS]
+        fields = [format_pair(row, cell) for cell in ENDS]
         flips = None if row is None else row.extras["negative_flips"]
         fields += [kept_share(row), _percent(flips)]
-        fields += [pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
+        fields += [format_pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
         label = row_label(name, row or unseen, results)
         lines.append(f"| {label} | {' | '.join((*fields, kept_share(unseen)))} |")
     return lines
@@ -360,7 +360,7 @@ def _backfills(results: Results) -> list[str]:
         *table_head("served", *cells.values(), "new/new"),
         *(
             f"| {name} | "
-            + " | ".join(pair(row, cell) for cell in ("new/served", *cells, "new/new"))
+            + " | ".join(format_pair(row, cell) for cell in ("new/served", *cells, "new/new"))
             + " |"
             for name, row in measured.items()
         ),
@@ -425,15 +425,15 @@ def _percent(value: float | None) -> str:
 SERVED, ALONE = "new/served", "old/old"
 # Rows that are always shown.
 SHOWN = (
-    Name.INDEPENDENT,
-    Name.BCT,
-    Name.BCT_SYS,
-    Name.UNIBCT,
-    Name.DMU,
-    Name.AFFINE_SIMCLR,
-    Name.SOFT_PROTOTYPES_SIMCLR,
-    Name.FCT_SIMCLR,
-    Name.FASTFILL_SIMCLR,
+    RowName.INDEPENDENT,
+    RowName.BCT,
+    RowName.BCT_SYS,
+    RowName.UNIBCT,
+    RowName.DMU,
+    RowName.AFFINE_SIMCLR,
+    RowName.SOFT_PROTOTYPES_SIMCLR,
+    RowName.FCT_SIMCLR,
+    RowName.FASTFILL_SIMCLR,
     OURS,
 )
 _END = "<!-- end of results -->"
@@ -645,8 +645,12 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
         row, unseen = results.main.rows[name], results.unseen(name)
         label = row_label(name, row, results)
         label = f"**{label}**" if name == OURS else label
-        fields = [pair(row, SERVED), kept_share(row), f"{100 * row.extras['negative_flips']:.1f}"]
-        fields += [pair(unseen, SERVED), kept_share(unseen)]
+        fields = [
+            format_pair(row, SERVED),
+            kept_share(row),
+            f"{100 * row.extras['negative_flips']:.1f}",
+        ]
+        fields += [format_pair(unseen, SERVED), kept_share(unseen)]
         lines.append(f"| {label} | {' | '.join(fields)} |")
     left_out = len(results.main.rows) - len(shown)
     caption = _rivals(results, link) if brief else _caption(results, link, left_out)
@@ -722,7 +726,7 @@ def _caption(results: Results, link: str, left_out: int) -> list[str]:
         notes.append(f"*Kept* is held to the best new/new: {best}.")
     old = [part.rows[next(iter(part.rows))] for part in results.splits.values()]
     notes.append(
-        f"The old model alone: {', on unseen classes '.join(pair(r, ALONE) for r in old)}."
+        f"The old model alone: {', on unseen classes '.join(format_pair(r, ALONE) for r in old)}."
     )
     link_text = (
         f"{left_out} rows, below ours in each of these columns or in settings of their own, are "

@@ -204,7 +204,7 @@ class CostPoint:
     kept_map: float
 
 
-def points(results: Results) -> list[CostPoint]:
+def cost_points(results: Results) -> list[CostPoint]:
     """List the rows of the main split that serve the shared old model and have a reference.
 
     Returns:
@@ -246,7 +246,7 @@ _PANELS: Mapping[str, str] = {
 }
 
 
-def draw(points: Sequence[CostPoint], title: str) -> bytes:
+def draw_costs(points: Sequence[CostPoint], title: str) -> bytes:
     """Draw quality against both costs as an SVG: all points in grey, the Pareto front named.
 
     The same points give the same bytes with one version of matplotlib.

@@ -19,7 +19,7 @@ from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.training import train
 
 
-class Name(StrEnum):
+class RowName(StrEnum):
     """Names of rows in the table: the member's name in small letters."""
 
     INDEPENDENT = auto()
@@ -100,7 +100,7 @@ class Name(StrEnum):
 
 
 # The default recipe.
-OURS = Name.RESIDUAL_SIMCLR
+OURS = RowName.RESIDUAL_SIMCLR
 
 
 def row_in(setting: str, row: str | int) -> str:

@@ -263,7 +263,7 @@ class _RouteStep:
         return type(self.network.h), shapes, self.int8
 
 
-def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
+def measure_costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
     """Measure the cost of each row on this machine; transforms of one form are timed once.
 
     If rows have one name, the last one counts. Transforms are exported, loaded and run some times.

@@ -24,7 +24,7 @@ from nobackfill.research.rows import (
     TEST,
     ComparisonPlace,
     MethodRow,
-    Name,
+    RowName,
     SharedModels,
     TrainingRun,
     row_in,
@@ -43,11 +43,11 @@ def limits(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
 
     Returns:
-        One row on seen classes, two on unseen ones. Their images must be made by `prepare`.
+        One row on seen classes, two on unseen ones. Their images must be made by `prepare_images`.
     """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
 
-    def row(method: str, name: Name, part: str) -> MethodRow:
+    def row(method: str, name: RowName, part: str) -> MethodRow:
         folder = place.images / TESTED if split.tested_first else place.images
         run = place.upgrade(
             f"upgrade-limit-{name}",
@@ -61,10 +61,10 @@ def limits(shared: SharedModels) -> list[MethodRow]:
         )
         return MethodRow(row_in(LIMIT, name), shared.old, shared.new, (run,), simclr, limit=True)
 
-    own = row("affine", Name.AFFINE_SIMCLR, TEST)
+    own = row("affine", RowName.AFFINE_SIMCLR, TEST)
     if not split.tested_first:
         return [own]
-    return [own, row("residual", Name.RESIDUAL_SIMCLR, "train")]
+    return [own, row("residual", RowName.RESIDUAL_SIMCLR, "train")]
 
 
 NOISE = 0.2
@@ -101,9 +101,9 @@ def chains(shared: SharedModels) -> list[MethodRow]:
     second_hop = hop("2-3", v2, v3, third, side=psi2)
     plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
     return [
-        MethodRow(Name.TWO_HOP, v1, v3, (first_hop, second_hop), psi1),
-        MethodRow(Name.DIRECT, v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
-        MethodRow(Name.TWO_HOP_NONE, v1, v3, plain),
+        MethodRow(RowName.TWO_HOP, v1, v3, (first_hop, second_hop), psi1),
+        MethodRow(RowName.DIRECT, v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
+        MethodRow(RowName.TWO_HOP_NONE, v1, v3, plain),
         MethodRow("direct_none", v1, v3, (hop("1-3-none", v1, v3, third),)),
         *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
     ]
@@ -157,8 +157,8 @@ def long_chain(shared: SharedModels) -> list[MethodRow]:
         route += (place.upgrade(name, old, new, classes=count, side=sides[hop], new_side=new_side),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
-            MethodRow(row_in(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
-            MethodRow(row_in(Name.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
+            MethodRow(row_in(RowName.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
+            MethodRow(row_in(RowName.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
         ]
     return rows
 
@@ -173,13 +173,13 @@ def foreign(shared: SharedModels) -> list[MethodRow]:
     if shared.split.first_of_chain is None:
         return []
     rows = [
-        MethodRow(Name.INDEPENDENT, shared.old, shared.new),
-        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        MethodRow(RowName.INDEPENDENT, shared.old, shared.new),
+        shared.upgrade_row(RowName.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
+            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side(kind))
             for kind in ("autoencoder", "alternate", "simclr")
         ),
-        shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
+        shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
     ]
     return [
         replace(row, name=row_in(domain, row.name), tested=f"{FOREIGN}/{domain}")
@@ -211,9 +211,9 @@ def disjoint(shared: SharedModels) -> list[MethodRow]:
         )
 
     alone = MethodRow(
-        row_in(DISJOINT, Name.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
+        row_in(DISJOINT, RowName.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
     )
-    return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
+    return [alone, row(RowName.FCT_NONE, None), row(RowName.FCT_SIMCLR, shared.side("simclr"))]
 
 
 def new_data(shared: SharedModels) -> list[MethodRow]:
@@ -229,9 +229,9 @@ def new_data(shared: SharedModels) -> list[MethodRow]:
         return []
     images = place.images / DISJOINT / "train"
     new = place.embedder(
-        Name.LWF_NEW_DATA, classes=None, role="new", old=shared.old, images=images, method="lwf"
+        RowName.LWF_NEW_DATA, classes=None, role="new", old=shared.old, images=images, method="lwf"
     )
-    return [MethodRow(Name.LWF_NEW_DATA, shared.old, new)]
+    return [MethodRow(RowName.LWF_NEW_DATA, shared.old, new)]
 
 
 def noise(shared: SharedModels) -> list[MethodRow]:
@@ -259,7 +259,7 @@ def noise(shared: SharedModels) -> list[MethodRow]:
         )
         return MethodRow(name, shared.old, run)
 
-    return [row(Name.NOISY_UNIBCT, "refined"), row(Name.NOISY_UNIBCT_VANILLA, "vanilla")]
+    return [row(RowName.NOISY_UNIBCT, "refined"), row(RowName.NOISY_UNIBCT_VANILLA, "vanilla")]
 
 
 # A deeper backbone for each, of DMU's fourth scenario and UniBCT's fifth allocation.
@@ -291,11 +291,11 @@ def allocations(shared: SharedModels) -> list[MethodRow]:
         return {"epochs": round(epochs / share), "warmup_epochs": warmup / share}
 
     methods: dict[str, tuple[str, dict[str, object]]] = {
-        Name.INDEPENDENT: ("independent", {}),
+        RowName.INDEPENDENT: ("independent", {}),
         "regress": ("regress", {}),
         "contrastive": ("contrastive", {}),
-        Name.VANILLA: ("unibct", {"prototypes": "vanilla"}),
-        Name.REFINED: ("unibct", {}),
+        RowName.VANILLA: ("unibct", {"prototypes": "vanilla"}),
+        RowName.REFINED: ("unibct", {}),
     }
     more: dict[str, tuple[str, dict[str, object]]] = {
         "drop": ("unibct", {"prototypes": "drop"}),
@@ -384,7 +384,7 @@ def scenarios(shared: SharedModels) -> list[MethodRow]:
     return rows
 
 
-def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
+def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     """Make the missing images that `rows` are trained and tested on, below the place's images.
 
     Folders that exist stay as they are; whether they are complete is not checked, because each

@@ -36,7 +36,7 @@ from nobackfill.research.images import names_without_place
 from nobackfill.research.presets import Split
 from nobackfill.research.protocols import protocol_cells
 from nobackfill.research.rows import TEST, ComparisonPlace, MethodRow, TrainingRun, ensure_trained
-from nobackfill.research.settings import prepare
+from nobackfill.research.settings import prepare_images
 from nobackfill.training.config import UpgradeConfig, parse_config
 from nobackfill.training.loop.loop import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
@@ -76,7 +76,7 @@ class ComparisonTask:
     outputs: frozenset[Path | FeatureViews] = frozenset()
 
 
-def tasks(planned: Planned) -> list[ComparisonTask]:
+def list_tasks(planned: Planned) -> list[ComparisonTask]:
     """List every training once, after those that it reads, and then every row's measurement.
 
     Features are separate tasks between models and upgrades, one for all upgrades that read the same
@@ -373,8 +373,8 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
             from images of a single class.
     """
     for place, rows in planned:
-        prepare(place, list(rows))
-    waiting = tasks(planned)
+        prepare_images(place, list(rows))
+    waiting = list_tasks(planned)
     progress = _Progress(len(waiting))
     if cluster is not None:
         with _nodes(cluster) as (submit, processors):

@@ -172,7 +172,7 @@ class GatewayServer:
             state,
             metrics,
             canaries.make_answerer,
-            healing.answerer,
+            healing.make_answerer,
         )
         galleries = self.galleries = GalleryRegistry(
             storage.galleries, catalog, state, answerers.make_answerer
@@ -271,7 +271,7 @@ class GatewayServer:
         indexing = IndexMaintenance(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
-        closing.enter_context(self.healing.running(self.galleries.all))
+        closing.enter_context(self.healing.reembed_in_background(self.galleries.all))
         closing.callback(self.activations.interrupt)
         if storage.commits is not None:
             self.following.start(storage.commits)

@@ -278,7 +278,7 @@ class Storage:
                 GatewayDatabaseLock,
             )
         url, engine = split_store_address(store)
-        database = Database(url, _CONNECTIONS, reader=context.reader)
+        database = Database(url, _CONNECTIONS, reader=context.reading_call)
         closing.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:

@@ -10,7 +10,7 @@ from nobackfill.training.losses.discriminativeness import (
     entropy_weights,
     selective_loss,
 )
-from nobackfill.training.losses.margins import cosines, spread
+from nobackfill.training.losses.margins import cosines, weight_spread
 
 
 def old_cosines(n: int = 64, classes: int = 50) -> torch.Tensor:
@@ -51,9 +51,9 @@ def test_surer_old_features_weigh_more() -> None:
 
 def test_the_papers_weights_are_almost_uniform_and_the_scale_changes_that() -> None:
     cosine = old_cosines()
-    assert 1 < float(spread(entropy_weights(cosine))) < 1.01
+    assert 1 < float(weight_spread(entropy_weights(cosine))) < 1.01
     sharp = entropy_weights(cosine, entropy_scale=30.0, weight_temperature=0.1)
-    assert float(spread(sharp)) > 1.1
+    assert float(weight_spread(sharp)) > 1.1
     assert float(sharp.sum()) == pytest.approx(1)
 
 

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
 
-from nobackfill.training.losses.margins import arcface, cosface, cosines, share_of_batch, spread
+from nobackfill.training.losses.margins import (
+    arcface,
+    cosface,
+    cosines,
+    share_of_batch,
+    weight_spread,
+)
 
 
 def setting(n: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,4 +94,4 @@ def test_share_of_batch_and_spread() -> None:
     share_of_batch(empty, 3).backward()  # type: ignore[no-untyped-call]
     assert float(share_of_batch(empty.detach(), 3)) == 0
     assert float(share_of_batch(torch.tensor([1.0, 3.0]), 8)) == 0.5
-    assert float(spread(torch.tensor([0.1, 0.4]))) == pytest.approx(4)
+    assert float(weight_spread(torch.tensor([0.1, 0.4]))) == pytest.approx(4)

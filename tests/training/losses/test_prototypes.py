@@ -12,7 +12,7 @@ from nobackfill.training.losses.prototypes import (
     class_average,
     refined_average,
     refined_features,
-    transition,
+    transition_matrix,
     trimmed_average,
 )
 
@@ -29,7 +29,7 @@ def features(m: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_transition_is_equation_6() -> None:
     _, new = features(5)
-    ours = transition(new, 0.05)
+    ours = transition_matrix(new, 0.05)
     for i in range(5):
         weights = [
             0.0
@@ -46,7 +46,7 @@ def test_refined_features_are_the_limit_of_equation_8() -> None:
     old, new = features()
     walked = old
     for _ in range(2000):
-        walked = 0.9 * transition(new, 0.05) @ walked + 0.1 * old
+        walked = 0.9 * transition_matrix(new, 0.05) @ walked + 0.1 * old
     torch.testing.assert_close(refined_features(old, new), walked)
     torch.testing.assert_close(refined_average(old, new), walked.mean(0))
 
@@ -76,7 +76,7 @@ def test_a_class_of_one_image_keeps_it() -> None:
     old, new = features(1)
     assert torch.equal(refined_average(old, new), old[0])
     with pytest.raises(ValueError, match="at least 2 images"):
-        transition(new, 0.05)
+        transition_matrix(new, 0.05)
 
 
 def test_drop_average_drops_the_farthest_tenth() -> None:

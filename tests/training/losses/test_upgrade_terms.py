@@ -7,7 +7,7 @@ import torch
 from scipy.stats import norm
 
 from nobackfill.training.losses.gaussian import attenuated_loss, gaussian_nll, variance_factor
-from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment
 from nobackfill.training.losses.listwise import (
     listwise,
     mean_squared_distance,
@@ -127,7 +127,7 @@ def test_boundary_counts_only_what_lies_farther_out() -> None:
     torch.manual_seed(7)
     centres = 3 * torch.randn(4, 6, dtype=torch.float64)
     labels = torch.tensor([2, 0, 3, 1, 1, 2, 3, 0, 2, 1])
-    ours = boundary(predicted, target, centres, labels)
+    ours = boundary_loss(predicted, target, centres, labels)
 
     def angle(a: list[float], b: list[float]) -> float:
         dot = sum(x * y for x, y in zip(a, b, strict=True))

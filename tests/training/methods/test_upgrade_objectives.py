@@ -15,7 +15,7 @@ from scipy.stats import entropy
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
-from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
@@ -199,7 +199,7 @@ def test_lces_boundary_is_that_of_the_new_classifiers_rows_by_class_name(tmp_pat
     terms = made.distance_terms(upgraded(predicted), rows)
     own, known = made.new_labels[rows["labels"]], rows["labels"] < 3
     weights = inputs.new_head.classifier()
-    outside = boundary(predicted[known], rows["new"][known], weights, own[known])
+    outside = boundary_loss(predicted[known], rows["new"][known], weights, own[known])
     assert set(terms) == {"classification", "alignment", "boundary"}
     torch.testing.assert_close(terms["boundary"], outside.sum() / 20)
     aligned = centre_alignment(predicted, rows["new"], rows["labels"])

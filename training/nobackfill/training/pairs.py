@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nobackfill.training.losses.listwise import listwise, mean_squared_distance
-from nobackfill.training.networks.maps import whitening
+from nobackfill.training.networks.maps import whitening_map
 
 Floats = NDArray[np.float32]
 # As in methods/residual.py, but with a width that trains on 2,000 pairs in seconds.
@@ -48,7 +48,7 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
     """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))
-    white = whitening(x, _WHITENING)
+    white = whitening_map(x, _WHITENING)
     inputs = white(x.double()).float()
     order = torch.randperm(len(x), generator=generator)
     validation, training = order[: len(x) // 5], order[len(x) // 5 :]

@@ -140,7 +140,7 @@ def _open_folder(folder: Path, *, queries: bool) -> Embedder:
     def open_graph(graph: Path, role: TextRole) -> OnnxModel:
         return OnnxModel(graph, queries=role == "query", files=files)
 
-    return open_graph(model.export(role, lambda *graph: open_graph(*graph).embed), role)
+    return open_graph(model.onnx_file(role, lambda *graph: open_graph(*graph).embed), role)
 
 
 def describe_preparation(embedder: Embedder) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nobackfill.client.cli.options import Command, Commands, integer, named_path, no_options
-from nobackfill.client.output import Output, size
+from nobackfill.client.output import Output, format_bytes
 from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, join_few
 from nobackfill.extras import load_plugin
 
@@ -49,8 +49,8 @@ def add_texts(arguments: Namespace) -> None:
         total = device.store.count()
     refusals |= report.refusals
     for name, reason in refusals.items():
-        output.note(f"{name}: {reason}")
-    output.result(
+        output.print_note(f"{name}: {reason}")
+    output.print_result(
         {"added": report.added, "refused": refusals, "items": total},
         f"{len(report.added)} added, {len(refusals)} refused; {total} items",
     )
@@ -89,10 +89,10 @@ def init(arguments: Namespace) -> None:
     output = Output(arguments.json)
     report = make(arguments.gallery, arguments.source, trusted, _confirm, output)
     create_reserve(arguments.gallery)
-    output.result(
+    output.print_result(
         report,
         f"{report['gallery']}: made in the space of release {report['release']} "
-        f"({size(report['bytes'])} downloaded). Add images with `edge-client add`.",
+        f"({format_bytes(report['bytes'])} downloaded). Add images with `edge-client add`.",
     )
 
 
@@ -149,24 +149,24 @@ def add(arguments: Namespace) -> None:
     with Device(arguments.gallery) as device, output.progress("adding") as advance:
         report = store(device, images, notes, advance)
         total = device.store.count()
-    output.reasons(report.refusals)
+    output.print_reasons(report.refusals)
     if report.system_files:
-        output.note(
+        output.print_note(
             f"{join_few(report.system_files)}: skipped, because hidden or part of a system, "
             "program or gallery"
         )
     if notes and report.duplicates:
-        output.note(
+        output.print_note(
             f"{report.duplicates} images were in the gallery already and keep their metadata; "
             "change it with `edge-client set`"
         )
     answer = {
-        "added": report.added, "held": report.duplicates, "refused": report.refusals,
+        "added": report.added_names, "held": report.duplicates, "refused": report.refusals,
         "items": total, "skipped": report.system_files,
     }  # fmt: skip
-    output.result(
+    output.print_result(
         answer,
-        f"{len(report.added)} added, {report.duplicates} already there, "
+        f"{len(report.added_names)} added, {report.duplicates} already there, "
         f"{len(report.refusals)} refused; "
         f"{total} items",
     )
@@ -202,10 +202,10 @@ def search(arguments: Namespace) -> None:
         )
     where: Filter | Mapping[str, Scalar] = {}
     if arguments.where:
-        from nobackfill.client.conditions import read
+        from nobackfill.client.conditions import parse_conditions
 
         try:
-            where = read(arguments.where)
+            where = parse_conditions(arguments.where)
         except InvalidInputError as error:
             arguments.refuse(f"--where: {error}")
     from nobackfill.client.device import Device
@@ -224,7 +224,7 @@ def search(arguments: Namespace) -> None:
 
             write_sheet(device, answers, arguments.sheet)
     one = answers[0].as_json() if len(answers) == 1 else None
-    Output(arguments.json).result(
+    Output(arguments.json).print_result(
         one or {"answers": [answer.as_json() for answer in answers]},
         *(line for answer in answers for line in _table(answer, len(answers) > 1)),
     )
@@ -270,9 +270,9 @@ def list_items(arguments: Namespace) -> None:
         for i in items
     ]
     lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
-    Output(arguments.json).result({"items": answer}, *lines)
+    Output(arguments.json).print_result({"items": answer}, *lines)
     if more:
-        Output(arguments.json).note(f"more items: edge-client list --after {page[-1].label}")
+        Output(arguments.json).print_note(f"more items: edge-client list --after {page[-1].label}")
 
 
 def remove(arguments: Namespace) -> None:
@@ -296,7 +296,7 @@ def remove(arguments: Namespace) -> None:
     with Device(arguments.gallery) as device:
         report = forget(device, arguments.items)
     later = f"; the next push deletes {report['left_in_vault']} of them in the vault"
-    Output(arguments.json).result(
+    Output(arguments.json).print_result(
         report, f"{report['removed']} removed{later if report['left_in_vault'] else ''}"
     )
 
@@ -322,7 +322,7 @@ def set_metadata(arguments: Namespace) -> None:
 
     with Device(arguments.gallery) as device:
         changed = describe(device, arguments.items, dict(arguments.note))
-    Output(arguments.json).result({"changed": changed}, f"{changed} items changed")
+    Output(arguments.json).print_result({"changed": changed}, f"{changed} items changed")
 
 
 def gc(arguments: Namespace) -> None:
@@ -349,7 +349,7 @@ def gc(arguments: Namespace) -> None:
     with Device(arguments.gallery) as device:
         report = collect(device)
     create_reserve(arguments.gallery)
-    Output(arguments.json).result(report, f"{size(report['freed_bytes'])} freed")
+    Output(arguments.json).print_result(report, f"{format_bytes(report['freed_bytes'])} freed")
 
 
 def verify(arguments: Namespace) -> None:
@@ -376,8 +376,8 @@ def verify(arguments: Namespace) -> None:
     fine = f"{report['items']} items, {report['vectors']} vectors: no problem found"
     output = Output(arguments.json)
     for note in report["notes"]:
-        output.note(note)
-    output.result(report, *(report["problems"] or [fine]))
+        output.print_note(note)
+    output.print_result(report, *(report["problems"] or [fine]))
     if report["problems"]:
         raise SystemExit(InvalidInputError.exit_code)
 
@@ -403,10 +403,10 @@ def status(arguments: Namespace) -> None:
         report = look(device)
     lines = [
         f"{report['gallery']}: {report['items']} items, release {report['release']}, "
-        f"{size(report['bytes_on_disk'])} on disk, follows {report['source']}"
+        f"{format_bytes(report['bytes_on_disk'])} on disk, follows {report['source']}"
     ]
     lines += [
-        f"  release {s['release']} ({s['state']}): {s['items']} items, {size(s['bytes'])}"
+        f"  release {s['release']} ({s['state']}): {s['items']} items, {format_bytes(s['bytes'])}"
         for s in report["spaces"]
     ]
     if report["rollback_to"] is not None:
@@ -418,7 +418,7 @@ def status(arguments: Namespace) -> None:
         f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
         for i in report["least_certain"]
     ]
-    Output(arguments.json).result(report, *lines)
+    Output(arguments.json).print_result(report, *lines)
 
 
 def rescue(arguments: Namespace) -> None:
@@ -444,12 +444,14 @@ def rescue(arguments: Namespace) -> None:
     report = save(arguments.gallery, arguments.to)
     vectors = ", ".join(f"{n} vectors of release {r}" for r, n in report["vectors"].items())
     for name in report["not_copied"]:
-        output.note(f"{name}: cannot be read and was not copied; `edge-client sync` gets models")
+        output.print_note(
+            f"{name}: cannot be read and was not copied; `edge-client sync` gets models"
+        )
     for table, count in report["unreadable"].items():
-        output.note(f"{table}: {count} rows, or places for rows, lie on damaged pages")
+        output.print_note(f"{table}: {count} rows, or places for rows, lie on damaged pages")
     for table, count in report["refused"].items():
-        output.note(f"{table}: {count} rows fail their checks")
-    output.result(
+        output.print_note(f"{table}: {count} rows fail their checks")
+    output.print_result(
         report,
         f"{arguments.to}: {report['items']} items and {vectors} saved"
         + ("; add the images of lost items again" if report["lost"] else ", nothing was lost"),
@@ -481,7 +483,7 @@ def browse(arguments: Namespace) -> None:
 
     serve_pages = load_plugin("pages", "browse")
     with Device(arguments.gallery) as device, serve_pages(device, arguments.port) as address:
-        Output(arguments.json).result(
+        Output(arguments.json).print_result(
             {"address": address}, address,
             "Anybody who knows this address sees the gallery. Press Ctrl-C to stop.",
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from nobackfill.client.cli.options import Command, Commands, Switch, integer, named_path, no_options
-from nobackfill.client.output import Output, size
+from nobackfill.client.output import Output, format_bytes
 from nobackfill.errors import VerificationError, join_few
 
 
@@ -31,7 +31,7 @@ def sync(arguments: Namespace) -> None:
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import create_reserve
-    from nobackfill.client.sync import SyncOptions, sentence
+    from nobackfill.client.sync import SyncOptions, describe_report
     from nobackfill.client.sync import sync as follow
 
     output = Output(arguments.json)
@@ -48,8 +48,8 @@ def sync(arguments: Namespace) -> None:
         report = follow(device, choices, output)
     create_reserve(arguments.gallery)
     for note in report.notes:
-        output.note(note)
-    output.result(report.as_json(), sentence(report))
+        output.print_note(note)
+    output.print_result(report.as_json(), describe_report(report))
 
 
 def report(arguments: Namespace) -> None:
@@ -83,7 +83,7 @@ def report(arguments: Namespace) -> None:
         f"{summary['seconds']:.1f} s, neighbours kept: {share}, failure: {summary['failure']}"
     )
     outcome = "not sent" if arguments.to is None else f"sent to {arguments.to}"
-    Output(arguments.json).result(
+    Output(arguments.json).print_result(
         {**summary, "sent": arguments.to is not None}, f"{values}; {outcome}"
     )
 
@@ -109,7 +109,7 @@ def rollback(arguments: Namespace) -> None:
 
     with Device(arguments.gallery) as device:
         old_release, release = roll_back(device)
-    Output(arguments.json).result(
+    Output(arguments.json).print_result(
         {"from_release": old_release, "release": release},
         f"release {release} is active again; sync skips release {old_release} unless you pass "
         "--retry",
@@ -148,26 +148,27 @@ def push(arguments: Namespace) -> None:
         )
         recoverable = bool(device.state("recipients"))
     if not recoverable:
-        output.note(
+        output.print_note(
             f"only the key in {arguments.gallery}.identity opens these images: keep a copy of it, "
             "or add a recovery key with --recipient age1…"
         )
     for item in report.missing_files:
-        output.note(f"{item}: its file is gone or was changed after it was added; not pushed")
+        output.print_note(f"{item}: its file is gone or was changed after it was added; not pushed")
     if report.unreadable:
-        output.note(
+        output.print_note(
             f"{join_few(report.unreadable)}: only the lost key opens the copies in the vault, and "
             "the files are gone; the copies stay there, in case the key is found"
         )
     if report.lost_copies:
-        output.note(
+        output.print_note(
             f"{join_few(report.lost_copies)}: the vault has lost the pushed copies, and the files "
             "are gone here; the gateway may run on an older backup: restore its newest one"
         )
-    output.result(
+    output.print_result(
         report.as_json(),
-        f"{report.pushed} images pushed ({size(report.bytes_sent)}), {report.duplicates} already "
-        f"in the vault, {report.removed} removed there, {len(report.missing_files)} skipped",
+        f"{report.pushed} images pushed ({format_bytes(report.bytes_sent)}), "
+        f"{report.duplicates} already in the vault, {report.removed} removed there, "
+        f"{len(report.missing_files)} skipped",
     )
 
 
@@ -198,14 +199,14 @@ def pull(arguments: Namespace) -> None:
         report = restore(
             device, arguments.items, arguments.to, arguments.identity, arguments.unknown, output
         )
-    output.reasons(report.failed)
-    output.result(
+    output.print_reasons(report.failed)
+    output.print_result(
         report.as_json(),
         f"{len(report.restored)} images restored, {report.duplicates} already in "
         f"{arguments.to}, {len(report.failed)} failed",
     )
     if not (report.restored or report.duplicates or report.failed or arguments.unknown):
-        output.note(
+        output.print_note(
             "this gallery has pushed no image; --unknown restores images of other galleries"
         )
     if report.failed:

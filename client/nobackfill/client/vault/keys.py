@@ -218,7 +218,7 @@ def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> 
     public = str(identity.to_public())
     if device.state("identity") is None and not new_key:
         # Rows of an older version have no key column: this key sealed them.
-        queue.adopt(public)
+        queue.set_missing_keys(public)
     device.store.update_state({"identity": public})
     return identity
 

@@ -122,7 +122,7 @@ class VaultQueue:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 
-    def of(self, item: str) -> VaultEntry | None:
+    def latest_entry(self, item: str) -> VaultEntry | None:
         """Return the latest row of an item that is not being removed; None if there is none.
 
         Args:
@@ -197,7 +197,7 @@ class VaultQueue:
                 (entry.item, entry.blob),
             )
 
-    def adopt(self, key: str) -> None:
+    def set_missing_keys(self, key: str) -> None:
         """Set the public key of all rows that have none.
 
         A missing table is created, and an old one migrated, first.

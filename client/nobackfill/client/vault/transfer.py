@@ -17,7 +17,7 @@ from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile, sidecar
-from nobackfill.client.output import Output, size
+from nobackfill.client.output import Output, format_bytes
 from nobackfill.client.photos import local_image
 from nobackfill.client.vault import keys
 from nobackfill.client.vault.keys import encrypt, identity_for_push, own_identity, read_recipient
@@ -181,7 +181,7 @@ def _push_one(
     keys: list[Recipient],
     report: PushReport,
 ) -> None:
-    previous = queue.of(item.id)
+    previous = queue.latest_entry(item.id)
     readable = previous is not None and previous.key == str(keys[0])
     # The item's image may have been replaced since the push.
     same = previous is not None and previous.image_sha256 == item.digest
@@ -323,7 +323,7 @@ class VaultReader:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
         """
-        entry, item = self.queue.of(item_id), self._device.store.get(item_id)
+        entry, item = self.queue.latest_entry(item_id), self._device.store.get(item_id)
         if entry is None or entry.state != "stored" or not _is_of(entry, item):
             return None
         return self.decrypt_entry(entry)
@@ -359,7 +359,7 @@ class VaultReader:
             )
         return image
 
-    def unknown(self) -> list[vault_pb2.Blob]:
+    def unknown_blobs(self) -> list[vault_pb2.Blob]:
         """List the blobs of the vault that have no row in this gallery, ordered by id.
 
         Raises:
@@ -466,10 +466,10 @@ def pull(
     durable.make_dir(folder)
     with device.vault_lock(), VaultReader(device, identity) as vaulted:
         entries = _entries(vaulted.queue, items)
-        others = vaulted.unknown() if unknown else []
+        others = vaulted.unknown_blobs() if unknown else []
         if others:
-            sizes = size(sum(blob.size for blob in others))
-            output.note(f"{len(others)} blobs of other galleries to download, {sizes}")
+            sizes = format_bytes(sum(blob.size for blob in others))
+            output.print_note(f"{len(others)} blobs of other galleries to download, {sizes}")
         total = len(entries) + len(others)
         with output.progress("pulling") as advance:
             for count, entry in enumerate(entries, start=1):

@@ -162,7 +162,7 @@ class TextFolder:
             )
         return TextFiles(tuple(weights), declared, tokenizer)
 
-    def export(self, role: TextRole, open_export: OpenExport) -> Path:
+    def onnx_file(self, role: TextRole, open_for_check: OpenExport) -> Path:
         """Return the ONNX file of the Transformer that texts of a role pass.
 
         The first call for each state of the folder exports it, which takes seconds to minutes;
@@ -172,7 +172,7 @@ class TextFolder:
 
         Args:
             role: The role, whose first module is a Transformer.
-            open_export: Opens the file to compare the vectors of both roles.
+            open_for_check: Opens the file to compare the vectors of both roles.
 
         Returns:
             The file, with the output `token_embeddings` float32 [n, tokens, dim].
@@ -212,7 +212,7 @@ class TextFolder:
             work = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{name}-", dir=target.parent))
             try:
                 _run_exporter(folder, work, roles)
-                _compare(work, folder, roles, open_export)
+                _compare(work, folder, roles, open_for_check)
                 (work / _CHECK).unlink()
                 if _digest(folder) != digest:
                     raise InvalidInputError(

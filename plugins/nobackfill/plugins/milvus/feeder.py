@@ -17,7 +17,12 @@ from nobackfill.plugins.milvus.candidates import too_many_pending
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import collection_name, collection_prefix, columns_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.rows import among, copy_out, facets_of, read_spaces
+from nobackfill.server.stores.postgresql.rows import (
+    copy_out,
+    facets_of,
+    labels_condition,
+    read_spaces,
+)
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 
 log = structlog.get_logger("server.stores")
@@ -175,7 +180,7 @@ class Feeder:
             journal.note_all(connection, schema, info)
         self._collections.make(name, info.spec)
         table = table_of(schema, info.number)
-        present, vectors, _ = copy_out(connection, table, among(labels), info.spec.dim)
+        present, vectors, _ = copy_out(connection, table, labels_condition(labels), info.spec.dim)
         facets = facets_of(connection, schema, present)
         columns = [columns_of(facets.get(label, {})) for label in present.tolist()]
         moment = self._collections.upsert(name, present, vectors, columns)

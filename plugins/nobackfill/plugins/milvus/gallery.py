@@ -105,7 +105,7 @@ class MilvusGallery(PostgresqlGallery):
         """
 
         def work(connection: Connection) -> None:
-            if writes.begin(connection, self.schema, spec):
+            if writes.create_staging_space(connection, self.schema, spec):
                 info = rows.find_space(connection, self.schema, spec.space)
                 journal.watch_space(connection, self.schema, info)
 

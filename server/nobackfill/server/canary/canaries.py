@@ -321,7 +321,7 @@ class CanaryAnswerer:
         canary = self._canaries.settings()
         if canary is None:
             return self.old.answer(hosted, request)
-        key = share_digest(self._new_release.release, context.current().key)
+        key = share_digest(self._new_release.release, context.current_call().key)
         is_chosen = is_in_share(key, canary.share)
         if request.is_single:
             return [self._single(hosted, request, canary, key, is_chosen=is_chosen)]
@@ -338,7 +338,7 @@ class CanaryAnswerer:
         *,
         is_chosen: bool,
     ) -> SearchResult:
-        call, (query,) = context.current(), request.queries
+        call, (query,) = context.current_call(), request.queries
         by_new = is_chosen and not canary.shadow
         if not all(
             can_read(part.query_manifest, query) for part in (*self.new.parts, *self.old.parts)
@@ -461,7 +461,7 @@ class _Trial:
         Returns:
             The answers, and whether the new pair failed.
         """
-        remaining, single = context.current().remaining(), self.query is not None
+        remaining, single = context.current_call().remaining(), self.query is not None
         allowance = self.comparison.time_allowance(remaining) if single else remaining / 2
         try:
             return _with_time_limit(allowance, ask_new), False
@@ -498,7 +498,9 @@ def _with_time_limit(seconds: float, ask: Callable[[], Answers]) -> Answers:
     """Run a function with a deadline that is at most so many seconds away."""
 
     def shortened() -> Answers:
-        context.begin(replace(context.current(), deadline=time.monotonic() + seconds))
+        context.set_current_call(
+            replace(context.current_call(), deadline=time.monotonic() + seconds)
+        )
         return ask()
 
     return contextvars.copy_context().run(shortened)

@@ -278,14 +278,14 @@ def serve(
         limit_malloc_arenas()
         sys.setswitchinterval(_SWITCH_S)
         from nobackfill.server.gateway import GatewayServer
-        from nobackfill.server.grpc.logs import configure
+        from nobackfill.server.grpc.logs import configure_logging
         from nobackfill.server.settings import load_settings
         from nobackfill.server.storage import clear_moved_mark
 
         loaded = load_settings(flags, settings)
         if force:
             clear_moved_mark(loaded)
-        configure()
+        configure_logging()
         stop_signal = _stop_pipe()
         gateway = GatewayServer(loaded)
         gateway.start()

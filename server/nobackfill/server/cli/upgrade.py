@@ -57,7 +57,7 @@ def upgrade(
     with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
         from nobackfill.errors import ConfigurationError
         from nobackfill.server.gateway import GatewayServer
-        from nobackfill.server.grpc.logs import configure
+        from nobackfill.server.grpc.logs import configure_logging
         from nobackfill.server.settings import SQLITE, load_settings
 
         settings = load_settings(flags, None)
@@ -73,7 +73,7 @@ def upgrade(
             "console": False, "tokens_file": None, "tls_cert": None, "tls_key": None,
             "tls_client_ca": None,
         }  # fmt: skip
-        configure()
+        configure_logging()
         gateway = GatewayServer(settings.model_copy(update=private))
         gateway.start()
         try:

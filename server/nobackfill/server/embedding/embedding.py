@@ -96,7 +96,7 @@ class ImageDecoder:
         began, spent = time.monotonic(), 0
         results: list[Decoded | InvalidInputError] = []
         for image in images:
-            context.current().check()
+            context.current_call().check()
             try:
                 header = check_header(image)
                 spent += header.decoding_cost * len(sizes)
@@ -225,7 +225,7 @@ class _DecodingTurns:
         place = waiting[2]
         try:
             while not place.turn.acquire(timeout=_CHECK_SECONDS):
-                context.current().check()
+                context.current_call().check()
         except BaseException:
             with self._lock:
                 has_turn = waiting not in self._waiting
@@ -567,7 +567,7 @@ class _Entry(Generic[Query, Answer]):
 
     def __init__(self, query: Query) -> None:
         self.query = query
-        self.deadline = context.current().deadline
+        self.deadline = context.current_call().deadline
         self.turn = threading.Lock()
         self.turn.acquire()
         self.leads = False
@@ -662,7 +662,7 @@ class Batcher(Generic[Query, Answer]):
             if len(batch) == 1:
                 answers = self._run([first.query])
             else:
-                with context.until(max(entry.deadline for entry in batch)):
+                with context.work_until(max(entry.deadline for entry in batch)):
                     answers = self._run([entry.query for entry in batch])
             for entry, answer in zip(batch, answers, strict=True):
                 entry.answer = answer
@@ -735,7 +735,7 @@ class EmbeddingService:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
         """
-        with context.part("embed"):
+        with context.trace_part("embed"):
             if isinstance(item, str):
                 row = self._text(manifest, item)
             else:
@@ -814,7 +814,7 @@ class EmbeddingService:
         """
         images = [item for item in items if isinstance(item, bytes)]
         texts = [item for item in items if isinstance(item, str)]
-        with context.part("embed"):
+        with context.trace_part("embed"):
             image_rows = iter(self._images(manifests, images) if images else ())
             columns = [self.embed_each_text(m, texts, "query") for m in manifests] if texts else []
         text_rows = iter(_together(rows) for rows in zip(*columns, strict=True))
@@ -949,7 +949,7 @@ class EmbeddingService:
         # A batch takes as long as its longest text.
         valid_places.sort(key=lambda place: len(texts[place]))
         for start in range(0, len(valid_places), LARGEST_TEXT_BATCH):
-            context.current().check()
+            context.current_call().check()
             batch = valid_places[start : start + LARGEST_TEXT_BATCH]
             self._embed_texts(manifest, texts, role, batch, rows)
         return rows
@@ -991,7 +991,7 @@ def _in_chunks(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Ve
     """Run a model on images in batches; images without an output refuse only their own batch."""
     parts, unusable, reason = [], list[int](), ""
     for start in range(0, len(images), LARGEST_BATCH):
-        context.current().check()
+        context.current_call().check()
         try:
             parts.append(run(np.stack(images[start : start + LARGEST_BATCH])))
         except UnusableOutputError as error:
@@ -1190,7 +1190,7 @@ class ImageQueue(Generic[Owner]):
             pixels = [image.pixels for image in wanted if image.pixels is not None]
             if wanted:
                 self._observe(len(wanted))
-                with context.until(max(image.deadline for image in wanted)):
+                with context.work_until(max(image.deadline for image in wanted)):
                     results = self._embedding.embed_each(wanted[0].manifest, pixels)
                 rows.update(zip(wanted, results, strict=True))
         except NobackfillError:

@@ -73,7 +73,7 @@ from nobackfill.server.galleries.plan import (
 )
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import DeferredCall, Later
+from nobackfill.server.grpc.rpc import DeferredAnswer, DeferredCall
 from nobackfill.server.state import GatewayState, OutdatedPlanError, State
 from nobackfill.serving.fusion import CANDIDATES_PER_SEARCH, collect_candidates
 from nobackfill.v1 import search_pb2 as pb
@@ -643,7 +643,7 @@ class PlainAnswerer:
         answers: dict[EmbeddedQuery, QueryAnswer] = {}
         if not questions:
             return answers
-        with context.part("search"):
+        with context.trace_part("search"):
             matches = matching_items(hosted, request.filtered)
             open_questions = questions
             for _ in range(_MAX_TRIES):
@@ -983,7 +983,7 @@ class FusionAnswerer:
                 zip(other_places, self._plain.answer(hosted, other_request), strict=True)
             )
         if len(answers) < len(request.queries):
-            with context.part("search"):
+            with context.trace_part("search"):
                 matches = matching_items(hosted, request.filtered)
                 for place, pair in pairs.items():
                     if not isinstance(pair, InvalidInputError):
@@ -1036,7 +1036,7 @@ class FusionAnswerer:
     def _ranked(
         self, question: EmbeddedQuery, old: Vectors, matches: Matches | None
     ) -> QueryAnswer:
-        context.current().check()
+        context.current_call().check()
         self._shared.count_searches([question])
         try:
             return rank_by_fusion(question, self._both, old, matches)
@@ -1521,7 +1521,9 @@ class DeferredImageSearch:
         """
         self._queue.close()
 
-    def defer_search(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
+    def defer_search(
+        self, gallery: str, image: bytes, k: int, farthest: float
+    ) -> DeferredAnswer | None:
         """Return what answers a query later; None if it needs another thread.
 
         It needs one for an unknown gallery, one in a database, one whose plan has two parts for
@@ -1543,7 +1545,9 @@ class DeferredImageSearch:
             or not self._embedding.models.is_ready()
         ):
             return None
-        return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
+        return DeferredAnswer(
+            lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin
+        )
 
     def _add(
         self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: DeferredCall

@@ -32,9 +32,9 @@ from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, Pos
 from nobackfill.server.stores.postgresql.graphs import (
     RECALL,
     K,
+    build_graph,
     graph_name,
     has_graph,
-    make_graph,
     measure_recall,
     wait_for_recall,
 )
@@ -43,8 +43,8 @@ from nobackfill.server.stores.postgresql.search import (
     PostgresqlFiltering,
     PostgresqlMatches,
     SpaceTable,
-    compares,
     count_locked,
+    scans_all_vectors,
     search,
 )
 from nobackfill.vectors import Vectors
@@ -108,7 +108,7 @@ class GraphRecallWait:
         has_one = has_graph(self._gallery.database, self._gallery.schema, self._info)
         if not has_one or (self._recall < RECALL and not self._built):
             self._log.info("building a graph", there_is_one=has_one, recall=self._recall)
-            make_graph(self._gallery.database, self._gallery.schema, self._info)
+            build_graph(self._gallery.database, self._gallery.schema, self._info)
             self._built = True
         return True
 
@@ -193,7 +193,7 @@ class HostedInDatabase(HostedGallery):
         self._widths: Mapping[str, int] = self.state_value(SEARCH_WIDTHS_KEY) or {}
 
     def _read(self) -> tuple[Sequence[SpaceInfo], FillMode | None, int]:
-        look = self._gallery.look()
+        look = self._gallery.read_snapshot()
         with self._lock:
             self._spaces, self._state = look.spaces, look.state
         self.exact = bool(look.state.get(EXACT_DISTANCES_KEY))
@@ -378,7 +378,7 @@ class HostedInDatabase(HostedGallery):
             GalleryDeletedError: the gallery was deleted, and its spaces are read for this call.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return compares(self._table(part.space).spec, ef)
+        return scans_all_vectors(self._table(part.space).spec, ef)
 
     def check_complete(self) -> None:
         """Check that no part of the gallery is missing; see HostedGallery.check_complete.

@@ -197,9 +197,9 @@ class ItemWriter:
         """
         with hosted.use_plan() as plan:
             refusals: list[tuple[str, str]] = []
-            with context.part("embed"):
+            with context.trace_part("embed"):
                 ready = self._make(plan, items, refusals)
-            with context.part("store"), hosted.write_lock.shared():
+            with context.trace_part("store"), hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):
@@ -505,8 +505,8 @@ class _Quota:
             if not self._reserved:
                 return self._admit_new(gallery, ids)
             # The count may include some of the items that are being stored.
-            self._turn.wait(min(_COUNT_SECONDS, context.current().remaining()))
-            context.current().check()
+            self._turn.wait(min(_COUNT_SECONDS, context.current_call().remaining()))
+            context.current_call().check()
 
     def _admit_new(self, gallery: str, ids: set[str]) -> int:
         self._update()

@@ -41,7 +41,7 @@ from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.wire.statuses import find_status_row
 
 
-class Rate:
+class RateLimit:
     """Limit the calls of one name at one gateway: so many a second, and one second's worth
     at once.
     """
@@ -161,7 +161,7 @@ class Tokens:
         self._stamp, self._tokens = _read(path)
         self._checked = time.monotonic()
         self._trouble = ""
-        self._rates: dict[tuple[str, float], Rate] = {}
+        self._rates: dict[tuple[str, float], RateLimit] = {}
 
     def first_expiry(self) -> datetime | None:
         """Return when the first valid token expires, with its time zone; None if none expires.
@@ -175,7 +175,7 @@ class Tokens:
         ends = [token.expires for token in self._tokens.values() if token.expires is not None]
         return min((end for end in ends if end > now), default=None)
 
-    def principal(self, authorization: str | None) -> Principal:
+    def identify_caller(self, authorization: str | None) -> Principal:
         """Return the caller of a call, and count the call for the rate of its name. Reads a changed
         file again.
 
@@ -204,7 +204,7 @@ class Tokens:
 
         Args:
             authorization: the header `Bearer TOKEN`; None without one.
-            principal: the caller, from `principal`.
+            principal: the caller, from `identify_caller`.
 
         Raises:
             UnauthenticatedError: the token was removed, has expired, or has another name, role,
@@ -231,8 +231,8 @@ class Tokens:
             "the token is unknown to this gateway, or has expired; ask its operator for a new one"
         )
 
-    def _rate_of(self, name: str, limit: float) -> Rate:
-        return self._rates.setdefault((name, limit), Rate(name, limit))
+    def _rate_of(self, name: str, limit: float) -> RateLimit:
+        return self._rates.setdefault((name, limit), RateLimit(name, limit))
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -452,7 +452,7 @@ def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> 
     roles = RULES.get(method, frozenset())
     if roles is None or tokens is None:
         return LOCAL
-    principal = tokens.principal(authorization)
+    principal = tokens.identify_caller(authorization)
     if principal.role not in roles:
         permitted = ", ".join(sorted(roles)) or "nobody"
         raise NotPermittedError(
@@ -556,13 +556,13 @@ _current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
 _UNTRACED: AbstractContextManager[None] = nullcontext()
 
 
-def begin(call: Call) -> None:
-    """Set the call that this thread works for, until the next `begin`; it is not unset."""
+def set_current_call(call: Call) -> None:
+    """Set the call that this thread works for, until this is called again; it is not unset."""
     _current.set(call)
 
 
 @contextmanager
-def until(deadline: float) -> Iterator[None]:
+def work_until(deadline: float) -> Iterator[None]:
     """Work for several calls at once during a block, until the last of their deadlines.
 
     The block's call has the present caller, is never cancelled, and has no request id or trace. Its
@@ -571,26 +571,26 @@ def until(deadline: float) -> Iterator[None]:
     Args:
         deadline: the last deadline, on the monotonic clock in seconds.
     """
-    token = _current.set(Call(current().principal, deadline))
+    token = _current.set(Call(current_call().principal, deadline))
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def current() -> Call:
+def current_call() -> Call:
     """Return the call that this thread works for; outside of any call, a new one of LOCAL with an
     hour left.
     """
     return _current.get(None) or Call(LOCAL, time.monotonic() + MAX_WAIT_SECONDS)
 
 
-def reader() -> Call | None:
+def reading_call() -> Call | None:
     """Return the call that a store reads for, on this thread; None outside of any."""
     return _current.get(None)
 
 
-def part(name: str) -> AbstractContextManager[None]:
+def trace_part(name: str) -> AbstractContextManager[None]:
     """Record the block as a part of the call, if it is traced; otherwise, and outside of any call,
     do nothing.
 

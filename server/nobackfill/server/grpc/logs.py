@@ -14,7 +14,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
-def configure() -> None:
+def configure_logging() -> None:
     """Send structlog's lines from INFO on, and the standard library's warnings, to stderr as JSON.
 
     Replaces the handlers of the root logger, for the whole process. Lines of a request have its id.

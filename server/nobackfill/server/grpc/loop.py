@@ -31,11 +31,11 @@ from nobackfill.server.grpc.logs import request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import (
     POLL_SECONDS,
+    DeferredAnswer,
     DeferredCall,
     ImmediateAnswer,
     Interceptor,
     Lane,
-    Later,
     OpenStream,
     Rpc,
 )
@@ -173,7 +173,7 @@ class Arrival:
         in the past if the caller's deadline has passed.
         """
         remaining = float(self.event.call_details.deadline) - time.time()
-        return time.monotonic() + min(remaining, self.rpc.seconds())
+        return time.monotonic() + min(remaining, self.rpc.time_limit_s())
 
     def is_active(self) -> bool:
         """Tell whether the caller has not cancelled, and no status was sent. A passed deadline is
@@ -846,16 +846,16 @@ class CallExecutor(Executor):
         if (
             rpc.answer_immediately is None
             or len(message) > _MAX_BATCH_MESSAGE
-            or not rpc.lane.has_room(self.batch_size)
+            or not rpc.lane.has_room(self.waiting_call_count)
         ):
             self._hand_on(arrival.to_arrival(), message)
             return
         self._batch.append((rpc.answer_immediately, arrival, message))
-        if self.batch_size >= _MAX_BATCH:
+        if self.waiting_call_count >= _MAX_BATCH:
             self.answer_batch()
 
     @property
-    def batch_size(self) -> int:
+    def waiting_call_count(self) -> int:
         """The number of calls that wait to be answered in one go, 0 to 16."""
         return len(self._batch)
 
@@ -871,7 +871,7 @@ class CallExecutor(Executor):
             self._answer(answer, [(arrival, message) for _, arrival, message in calls])
 
     def _answer(self, answer_calls: ImmediateAnswer, calls: Sequence[tuple[Call, bytes]]) -> None:
-        answers: Sequence[bytes | Later | None] = [None] * len(calls)
+        answers: Sequence[bytes | DeferredAnswer | None] = [None] * len(calls)
         with error_boundary(self._metrics, "at once"):
             answers = answer_calls([(message, arrival.rpc.principal) for arrival, message in calls])
         begins: set[Callable[[], None]] = set()
@@ -889,7 +889,7 @@ class CallExecutor(Executor):
         for begin in begins:
             begin()
 
-    def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
+    def _answer_later(self, arrival: Arrival, message: bytes, later: DeferredAnswer) -> None:
         """Queue a call; it takes a place in the lane where a thread would wait for the same
         work.
         """
@@ -1054,7 +1054,7 @@ class LoopServer(_server._Server):
 def _serve(state: Any, interceptor: Interceptor, executor: CallExecutor) -> None:
     events = 0
     while True:
-        events = events + 1 if executor.batch_size else 0
+        events = events + 1 if executor.waiting_call_count else 0
         # A time in the past polls without a wait; gRPC waits a millisecond for the present time,
         # which each search would pay while a watch is open.
         event = state.completion_queue.poll(0 if events else time.time() + _IDLE_SECONDS)
@@ -1068,8 +1068,8 @@ def _serve(state: Any, interceptor: Interceptor, executor: CallExecutor) -> None
         ):
             return
         # Do not wait for more if these calls are all that are open.
-        is_all = len(state.rpc_states) <= executor.batch_size
-        if executor.batch_size and (is_all or not has_event or events >= _MAX_EVENTS):
+        is_all = len(state.rpc_states) <= executor.waiting_call_count
+        if executor.waiting_call_count and (is_all or not has_event or events >= _MAX_EVENTS):
             executor.answer_batch()
         # As in gRPC's own loop: the event may keep an ended call in memory.
         event = None

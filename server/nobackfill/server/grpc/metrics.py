@@ -70,7 +70,7 @@ class CallMetrics(Collector):
             counts.buckets[bisect_left(_BUCKETS, seconds)] += 1
             counts.seconds += seconds
 
-    def count_unknown(self) -> None:
+    def count_unknown_method(self) -> None:
         """Count a call of an unknown method as UNIMPLEMENTED, without its name."""
         self._unknown += 1
 

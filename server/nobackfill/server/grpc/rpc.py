@@ -56,7 +56,7 @@ lanes_log = structlog.get_logger("server.lanes")
 
 
 @dataclass(frozen=True)
-class Size:
+class LaneSize:
     """Set the size of a lane.
 
     Attributes:
@@ -83,19 +83,19 @@ class Size:
 
 # A stream holds a thread, so a lane of streams has as many places as threads. A watch holds no
 # thread, except on a plain server, where its lane has as many places as threads.
-STREAMS: Mapping[str, Size] = {
+STREAMS: Mapping[str, LaneSize] = {
     # PutItems, FetchFile, the vault's blobs.
-    "transfers": Size(64, 64, 0.375),
+    "transfers": LaneSize(64, 64, 0.375),
     # Clients renew a watch that has ended. The threads are for reflection.
-    "watches": Size(64, 20_000, longest_s=600.0, drained=False),
+    "watches": LaneSize(64, 20_000, longest_s=600.0, drained=False),
     # Only admins may call it; it lasts as long as the activation.
-    "activations": Size(16, 16, reserve=0, longest_s=float("inf")),
+    "activations": LaneSize(16, 16, reserve=0, longest_s=float("inf")),
     # Watches of the health, open to strangers.
-    "public": Size(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
+    "public": LaneSize(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
 }
-_HEALTH = Size(1, 64, 1.0, reserve=0)
+_HEALTH = LaneSize(1, 64, 1.0, reserve=0)
 # Calls that change galleries or the release, or measure for a while.
-_OPERATIONS = Size(4, 32)
+_OPERATIONS = LaneSize(4, 32)
 # Threads of unary calls; more of them would only compete for the interpreter.
 _THREADS = 8
 # Threads of calls with an image or a large message. They wait for the model server, which batches
@@ -138,7 +138,7 @@ _LANES: Mapping[str, str] = {
 class Lane:
     """Hold the threads and places of one kind of call."""
 
-    def __init__(self, name: str, size: Size, *, shared: bool) -> None:
+    def __init__(self, name: str, size: LaneSize, *, shared: bool) -> None:
         """Start one thread; the others start when work needs them. `close` stops them.
 
         Args:
@@ -250,7 +250,7 @@ class Lane:
         """Let the next call work; once for each turn that `take_turn` gave."""
         self._turns.release()
 
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Return how many calls have a place beyond the number of threads, at least 0; they wait,
         except watches, which need no thread.
         """
@@ -280,9 +280,9 @@ class Lanes:
             plain: each stream holds a thread, also a watch, so that lanes of streams have as many
                 places as threads.
         """
-        calls = Size(_THREADS, max_calls)
+        calls = LaneSize(_THREADS, max_calls)
         sizes = {
-            "health": _HEALTH, "calls": calls, "heavy": Size(_HEAVY_THREADS, max_calls),
+            "health": _HEALTH, "calls": calls, "heavy": LaneSize(_HEAVY_THREADS, max_calls),
             "slow": calls, "operations": _OPERATIONS,
         }  # fmt: skip
         streams = {
@@ -295,7 +295,7 @@ class Lanes:
             for name, size in {**sizes, **streams}.items()
         }
 
-    def of(self, method: str, *, streams: bool) -> Lane:
+    def lane_of(self, method: str, *, streams: bool) -> Lane:
         """Return a method's lane; an unknown method has `transfers` or `calls`.
 
         A unary call of another method is light until its message says otherwise.
@@ -341,7 +341,7 @@ _SHALLOW = 2 * 2**20
 LARGE = 64 * 1024
 
 
-def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def checked_parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Wrap a message class's FromString, so that it refuses invalid messages and those of too many
     parts.
 
@@ -727,7 +727,7 @@ class DeferredCall(NamedTuple):
     complete: Callable[[bytes | None], None]
 
 
-class Later(NamedTuple):
+class DeferredAnswer(NamedTuple):
     """Answer a call on other threads.
 
     Attributes:
@@ -741,7 +741,9 @@ class Later(NamedTuple):
 
 # Maps encoded requests with their callers to encoded answers, without waiting, or to what answers
 # later; None means that a call needs a thread.
-ImmediateAnswer = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | Later | None]]
+ImmediateAnswer = Callable[
+    [Sequence[tuple[bytes, Principal]]], Sequence[bytes | DeferredAnswer | None]
+]
 
 
 class _Status(
@@ -752,7 +754,7 @@ class _Status(
 
 
 @dataclass(frozen=True)
-class Kind:
+class RpcMethod:
     """Hold what all calls of one method share.
 
     Attributes:
@@ -882,7 +884,7 @@ class Rpc:
     # Whether gRPC calls the behavior before a unary call's message has arrived.
     awaits_message = False
 
-    def __init__(self, kind: Kind, request_id: str) -> None:
+    def __init__(self, kind: RpcMethod, request_id: str) -> None:
         self.kind = kind
         self.request_id = request_id
         self._arrived = time.monotonic()
@@ -906,7 +908,7 @@ class Rpc:
         self._confirm: Callable[[], None] = _accept
         self._open: OpenStream | None = None
 
-    def seconds(self) -> float:
+    def time_limit_s(self) -> float:
         """Return the longest time for the answer of a unary call, in seconds from its arrival."""
         return self.kind.max_call_seconds
 
@@ -1014,7 +1016,7 @@ class Rpc:
         call = calls.Call(
             self.principal, time.monotonic() + remaining, active, key, self.request_id, self.trace
         )
-        calls.begin(call)
+        calls.set_current_call(call)
         if self._open is not None and self.kind.reads_stream:
             return map(self.message, self.kind.stalls.requests(argument, self._open))
         return self.message(argument)
@@ -1176,7 +1178,7 @@ class Interceptor(grpc.ServerInterceptor):
         self.admission = CallAdmission(self.lanes)
         self.stalls = StallMonitor(metrics)
         self._draining = False
-        self._kinds: dict[str, tuple[Kind, Handler]] = {}
+        self._kinds: dict[str, tuple[RpcMethod, Handler]] = {}
         self.count_awaited(lambda: len(self.admission.awaited))
 
     def count_awaited(self, awaited: Callable[[], int]) -> None:
@@ -1188,7 +1190,10 @@ class Interceptor(grpc.ServerInterceptor):
         """
         self.metrics.calls.lanes = {
             "message": (awaited, awaited),
-            **{name: (lane.occupied_count, lane.waiting) for name, lane in self.lanes.all.items()},
+            **{
+                name: (lane.occupied_count, lane.waiting_count)
+                for name, lane in self.lanes.all.items()
+            },
         }
 
     def intercept_service(
@@ -1207,14 +1212,14 @@ class Interceptor(grpc.ServerInterceptor):
         if entry is None:
             handler = continuation(handler_call_details)
             if handler is None:
-                self.metrics.calls.count_unknown()
+                self.metrics.calls.count_unknown_method()
                 return None
             entry = self._kinds[method] = (self._kind(method, handler), handler)
         handling = self._handling(entry, handler_call_details.invocation_metadata)
         request_id.set(handling.rpc.request_id)
         return handling
 
-    def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
+    def arrive(self, method: str, metadata: Metadata) -> "RpcHandler | None":
         """Return how a call is handled that may be answered where it arrives.
 
         Returns None if it is handled as any other call. That is so if its method has no immediate
@@ -1227,7 +1232,7 @@ class Interceptor(grpc.ServerInterceptor):
         handling = self._handling(entry, metadata)
         return handling if handling.rpc.refusal is None else None
 
-    def _handling(self, entry: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
+    def _handling(self, entry: "tuple[RpcMethod, Handler]", metadata: Metadata) -> "RpcHandler":
         kind, handler = entry
         headers = dict(metadata)
         rpc_class = PlainRpc if self.plain else Rpc
@@ -1248,7 +1253,7 @@ class Interceptor(grpc.ServerInterceptor):
             rpc.accept(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
-        return Handling(handler, rpc, kind.write)
+        return RpcHandler(handler, rpc, kind.write)
 
     def drain(self) -> None:
         """Refuse new calls with UnavailableError, and end streams that the gateway does not wait
@@ -1264,7 +1269,7 @@ class Interceptor(grpc.ServerInterceptor):
         self.stalls.close()
         self.lanes.close()
 
-    def _kind(self, method: str, handler: Handler) -> Kind:
+    def _kind(self, method: str, handler: Handler) -> RpcMethod:
         streams = bool(handler.request_streaming or handler.response_streaming)
         behavior = (
             handler.unary_unary
@@ -1274,14 +1279,14 @@ class Interceptor(grpc.ServerInterceptor):
         )
         assert behavior is not None, "gRPC has four kinds of calls"
         assert handler.request_deserializer is not None, "generated code has one"
-        return Kind(
+        return RpcMethod(
             method=method,
             behavior=behavior,
-            read=reader(handler.request_deserializer),
+            read=checked_parser(handler.request_deserializer),
             write=_serializer(handler.response_serializer),
             reads_stream=bool(handler.request_streaming),
             sends_stream=bool(handler.response_streaming),
-            lane=self.lanes.of(method, streams=streams),
+            lane=self.lanes.lane_of(method, streams=streams),
             admission=self.admission,
             stalls=self.stalls,
             metrics=self.metrics,
@@ -1292,7 +1297,7 @@ class Interceptor(grpc.ServerInterceptor):
         )
 
 
-class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
+class RpcHandler(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
     """Describe to gRPC how a call is handled: messages arrive as bytes, and the rpc decodes
     them.
     """

@@ -59,7 +59,7 @@ from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.healing.healer import Healer, HealingProgress
 from nobackfill.server.healing.ledger import FileLedger, HealingLedger
-from nobackfill.server.healing.registration import HealingSource, Places
+from nobackfill.server.healing.registration import AllowedSources, HealingSource
 from nobackfill.server.settings import Settings
 from nobackfill.serving.fusion import collect_candidates
 from nobackfill.serving.reembedding import EmbeddingCost
@@ -105,7 +105,7 @@ def _labels(question: EmbeddedQuery, nearest: Labels, native: Matches | None) ->
     def nearest_native(count: int) -> Labels:
         if native is None:
             return nearest[:0]
-        context.current().check()
+        context.current_call().check()
         search = question.parts, question.vectors, count, native, question.ef
         labels: Labels = question.hosted.search(*search)[0].labels[0]
         return labels
@@ -189,7 +189,7 @@ class HealingSeries(Collector):
         self._lock = threading.Lock()
         self._hits = {"carried": 0, "native": 0}
 
-    def count(self, answers: Iterable[SearchResult]) -> None:
+    def count_hits_by_origin(self, answers: Iterable[SearchResult]) -> None:
         """Count the hits of answers, by the origin of their vectors.
 
         They are summed since the start of the process. Any origin but a migrated one counts as
@@ -311,8 +311,10 @@ class HealingAnswerer:
             if request.reembed and self._heals(hosted, question)
         ]
         if to_heal:
-            with context.part("search"):
-                results = self._healing.find(to_heal, matching_items(hosted, request.filtered))
+            with context.trace_part("search"):
+                results = self._healing.answer_queries(
+                    to_heal, matching_items(hosted, request.filtered)
+                )
             answers.update(zip(to_heal, results, strict=True))
         others = [question for question in valid_queries(questions) if question not in answers]
         answers |= self._plain.search_embedded(hosted, others, request)
@@ -353,7 +355,7 @@ class Healing:
 
     def __init__(self, embedding: EmbeddingService, settings: Settings, metrics: Metrics) -> None:
         self._embedding, self._metrics = embedding, metrics
-        self._places = Places(
+        self._places = AllowedSources(
             settings.item_folders, settings.item_hosts, columns=settings.item_columns,
             functions=settings.item_functions,
         )  # fmt: skip
@@ -374,7 +376,9 @@ class Healing:
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 
     @contextlib.contextmanager
-    def running(self, galleries: Callable[[], Iterable[HostedGallery]]) -> Iterator[None]:
+    def reembed_in_background(
+        self, galleries: Callable[[], Iterable[HostedGallery]]
+    ) -> Iterator[None]:
         """Re-embed in the background during a block; running batches are finished, unless their
         source hangs.
 
@@ -399,7 +403,7 @@ class Healing:
             self._close_replaced(_STOP_SECONDS)
             self._thread.join()
 
-    def answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
+    def make_answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
         """Make the answerer of a plan that re-embeds a space.
 
         Args:
@@ -417,7 +421,7 @@ class Healing:
         healer = self._healers.get(hosted)
         return healer is not None and healer.space == space and healer.is_complete
 
-    def find(
+    def answer_queries(
         self, questions: Sequence[EmbeddedQuery], matches: Matches | None
     ) -> list[QueryAnswer]:
         """Answer questions in one space that is re-embedded.
@@ -453,12 +457,12 @@ class Healing:
             return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
         pairs = _candidates(healer, questions, matches)
         # All questions wait as long as one would.
-        patience = min(healer.source.seconds, _WAIT_SHARE * context.current().remaining())
+        patience = min(healer.source.seconds, _WAIT_SHARE * context.current_call().remaining())
         end, results = time.monotonic() + patience, list[SearchResult]()
         for group in _groups([pair for pair in pairs if not isinstance(pair, InvalidInputError)]):
-            context.current().check()
+            context.current_call().check()
             results += _answers(healer, group, end)
-        self._series.count(results)
+        self._series.count_hits_by_origin(results)
         iterator = iter(results)
         return [pair if isinstance(pair, InvalidInputError) else next(iterator) for pair in pairs]
 

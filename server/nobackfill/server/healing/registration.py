@@ -127,7 +127,7 @@ class HealingSource:
         )
 
 
-class Places:
+class AllowedSources:
     """Open sources that the operator's settings allow; callers cannot name other places."""
 
     def __init__(

@@ -307,7 +307,7 @@ class TritonClient:
         )
         self._shared = SharedMemory(lambda: self._stub, self._metadata) if is_local else None
 
-    def live(self, timeout_s: float) -> bool:
+    def is_live(self, timeout_s: float) -> bool:
         """Tell whether the server answers within `timeout_s` seconds that it is live; any gRPC
         error means False.
 

@@ -125,7 +125,7 @@ def text_model(manifest: Manifest, role: TextRole) -> str:
     return (query_encoder_model if has_query_model else text_encoder_model)(manifest.release)
 
 
-def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
+def smallest_inputs(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
     """Return the smallest input of each model that embeds, by its name: one black image, and the
     reader's token inputs for texts.
 
@@ -189,7 +189,7 @@ class RestartBackoff:
         self.has_answered = False
         self._failures = 0
 
-    def pause(self) -> float:
+    def restart_delay(self) -> float:
         """Return the seconds to wait before another start: 0 after a child that worked, else
         growing to at most 5, with jitter.
 
@@ -293,7 +293,7 @@ class TritonModels:
             VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
-        if not self._up.wait(min(_START_S, context.current().remaining())):
+        if not self._up.wait(min(_START_S, context.current_call().remaining())):
             raise UnavailableError(
                 f"release {manifest.release} cannot be loaded: the model server (Triton) does not "
                 "answer; read its log in the gateway's data folder, and try again when the "
@@ -487,7 +487,7 @@ class TritonModels:
                 "answer or is being restarted; try again in a few seconds. Searches by embedding "
                 "work without it"
             )
-        vectors = self._client.infer(name, inputs, output, context.current().remaining())
+        vectors = self._client.infer(name, inputs, output, context.current_call().remaining())
         self._last_answers[name] = time.monotonic()
         return vectors
 
@@ -507,7 +507,7 @@ class TritonModels:
             self._start_process(self._process)
             return
         time_start = time.monotonic()
-        is_live = self._client.live(LIVE_TIMEOUT_S)
+        is_live = self._client.is_live(LIVE_TIMEOUT_S)
         is_late = time.monotonic() - time_start > LIVE_TIMEOUT_S + _LATE_S
         if not (is_live and self._embeds()):
             self._miss(is_late)
@@ -525,7 +525,7 @@ class TritonModels:
                 "the model server (Triton) has ended, and is started again", log=process.log_tail()
             )
             self._first_result.set()
-            self._stopping.wait(self._starts.pause())
+            self._stopping.wait(self._starts.restart_delay())
             self._metrics.triton_restarts.inc()
         try:
             process.start()
@@ -555,7 +555,9 @@ class TritonModels:
         inputs_by_name = {
             name: inputs
             for manifest in manifests
-            for name, inputs in probes(manifest, self._readers.get(manifest.release)).items()
+            for name, inputs in smallest_inputs(
+                manifest, self._readers.get(manifest.release)
+            ).items()
         }
         oldest = min(
             inputs_by_name, key=lambda name: self._last_answers.get(name, 0.0), default=None

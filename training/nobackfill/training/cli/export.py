@@ -38,7 +38,7 @@ from nobackfill.training.export.assembly import (
     leave_out_trained,
     parse_vectors_of,
 )
-from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.drafting import ReleaseDraft
 from nobackfill.training.export.external import (
     Pixels,
     add_adapter,
@@ -391,7 +391,7 @@ def main(
         evaluation = EvaluationData(
             listing, None if eval_texts is None else list_texts(eval_texts), split_seed
         )
-        draft = Release(
+        draft = ReleaseDraft(
             release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
         )
         _add_foreign(
@@ -407,7 +407,11 @@ def main(
 
 
 def _add_foreign(
-    draft: Release, onnx: Path | None, pixels: Pixels, weights: str | None, vectors_of: str | None
+    draft: ReleaseDraft,
+    onnx: Path | None,
+    pixels: Pixels,
+    weights: str | None,
+    vectors_of: str | None,
 ) -> None:
     """Add an embedder that was trained elsewhere, or the name of one that is not available."""
     if onnx is not None:
@@ -456,7 +460,7 @@ def _check_number(
 
 
 def _measure(
-    draft: Release, published: Publication, evaluation: EvaluationData, int8_loss: float
+    draft: ReleaseDraft, published: Publication, evaluation: EvaluationData, int8_loss: float
 ) -> tuple[Manifest, ReleaseEvidence | None]:
     """Return the manifest with probes and, if there are images, with calibration and evidence."""
     manifest = draft.manifest(make_probes(draft))

@@ -42,7 +42,7 @@ def gate_table(evidence: ReleaseEvidence) -> str:
     for row in evidence.rows:
         if row.exact or row.mixture:
             table.add_row(str(row), "", "", "", *_gains(row))
-    return "\n".join([render(table), *map(_without_labels, evidence.unlabelled)])
+    return "\n".join([render_table(table), *map(_without_labels, evidence.unlabelled)])
 
 
 def _without_labels(cell: UnlabelledCell) -> str:
@@ -96,7 +96,7 @@ def matrix_table(
         strict = "/".join(_percent(texts[f"strict_{kind}"]) for kind in ("apart", "together"))
         met = "met" if texts["compatible"] else "not met"
         table.add_row(str(cell.name), *figures, *shares, strict, met)
-    return render(table)
+    return render_table(table)
 
 
 def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
@@ -114,7 +114,7 @@ def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
     table = Table("figure", *cells)
     for name in names:
         table.add_row(name, *(f"{100 * figures[name]:.2f}" for figures in cells.values()))
-    return render(table)
+    return render_table(table)
 
 
 def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
@@ -169,7 +169,7 @@ def protocol_criteria_table(criteria: Mapping[str, Mapping[str, Judgement]]) -> 
         for name, values in figures.items():
             met = "met" if values["compatible"] else "not met"
             table.add_row(cell, name, met, *(_percent(values[key]) for key in keys))
-    return render(table)
+    return render_table(table)
 
 
 def _share_table(
@@ -181,14 +181,14 @@ def _share_table(
     for cell, order, title, points, values in rows:
         tenths = [*np.interp(TENTH_SHARES, points, values), np.trapezoid(values, points)]
         table.add_row(cell, order, title, *(f"{100 * value:.1f}" for value in tenths))
-    return f"Share of the gallery that is re-embedded, in percent:\n{render(table)}"
+    return f"Share of the gallery that is re-embedded, in percent:\n{render_table(table)}"
 
 
 def _percent(share: float | bool | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-def render(table: Table) -> str:
+def render_table(table: Table) -> str:
     """Render a table as plain text, 110 characters wide, without colours and without a newline at
     its end.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         add_side_run as add_side_run,
         add_upgrade_run as add_upgrade_run,
     )
-    from nobackfill.training.export.drafting import Release as Release
+    from nobackfill.training.export.drafting import ReleaseDraft as ReleaseDraft
     from nobackfill.training.export.external import (
         Pixels as Pixels,
         add_onnx_embedder as add_onnx_embedder,
@@ -32,7 +32,7 @@ else:
         __name__,
         {
             "assembly": "add_embedder_run add_side_run add_upgrade_run",
-            "drafting": "Release",
+            "drafting": "ReleaseDraft",
             "external": "Pixels add_onnx_embedder",
             "onnx_export": "check_parity export_onnx quantise",
             "probes": "make_probes",

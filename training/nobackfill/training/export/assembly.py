@@ -22,7 +22,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.trust import find_published_manifest
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
 from nobackfill.training.data.folders import hold_out
-from nobackfill.training.export.drafting import Recipe, Release
+from nobackfill.training.export.drafting import Recipe, ReleaseDraft
 from nobackfill.training.export.external import SUFFIX, add_onnx_upgrade, can_be_public
 from nobackfill.training.export.probes import source_probes
 from nobackfill.training.export.text_encoder import add_text_encoder
@@ -118,7 +118,7 @@ _PRIVATE = {
 }  # fmt: skip
 
 
-def add_embedder_run(release: Release, run_dir: Path) -> None:
+def add_embedder_run(release: ReleaseDraft, run_dir: Path) -> None:
     """Add a run's embedder to the release, with the older releases that it can search directly.
 
     Warns on stderr if a compatible embedder has another dimension than the old one. Its first
@@ -165,7 +165,7 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
             _tell_not_searched(release, source, encoder.dim)
 
 
-def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
+def _tell_not_searched(release: ReleaseDraft, source: Manifest, dim: int) -> None:
     print(
         f"queries of release {release.number} cannot search vectors of release {source.release} "
         f"directly, although method {release.method} trained them for that: they have {dim} "
@@ -175,7 +175,7 @@ def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
     )
 
 
-def add_forward_head(release: Release, run_dir: Path) -> None:
+def add_forward_head(release: ReleaseDraft, run_dir: Path) -> None:
     """Add the upgrade that an embedder's own training made (DMU); without one, do nothing.
 
     Side-information stays valid if the release keeps its predecessor's encoder. A run of another
@@ -215,7 +215,7 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
     )  # fmt: skip
 
 
-def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
+def _trained_against(release: ReleaseDraft, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
     config = checkpoint.config
     assert isinstance(config, EmbedderConfig)
     source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
@@ -228,7 +228,7 @@ def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) ->
     return source
 
 
-def add_side_run(release: Release, run_dir: Path) -> None:
+def add_side_run(release: ReleaseDraft, run_dir: Path) -> None:
     """Add the side encoder of a training run to the release, with its configuration.
 
     A side encoder that was added before is replaced. Loading the run draws from torch's default
@@ -261,7 +261,7 @@ def add_side_run(release: Release, run_dir: Path) -> None:
     }
 
 
-def add_upgrade_run(release: Release, run_dir: Path) -> None:
+def add_upgrade_run(release: ReleaseDraft, run_dir: Path) -> None:
     """Add a run's upgrade to the release, from the published release with its old model.
 
     An int8 file is added, too, and the recipe gets the run's configuration. If several releases
@@ -326,7 +326,7 @@ def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
     return _flat(name, {**checkpoint.config.model_dump(mode="json"), **selection})
 
 
-def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
+def _source(release: ReleaseDraft, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
     number, digest = checkpoint.facts.get("old_release"), checkpoint.facts.get("old_digest")
     if number is not None:
         named = find_published_manifest(int(number), release.published)
@@ -345,7 +345,7 @@ def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest
     return source
 
 
-def _is_digest_of(release: Release, part: str, digest: str) -> bool:
+def _is_digest_of(release: ReleaseDraft, part: str, digest: str) -> bool:
     made = release.embedder if part == "embedder" else release.side_encoder
     file = None if made is None or made.file is None else made.file.sha256
     if part == "side_encoder" and release.side_encoder is not None:
@@ -355,7 +355,7 @@ def _is_digest_of(release: Release, part: str, digest: str) -> bool:
     return digest in (file, release.recipe.get(f"{part}_checkpoint"))
 
 
-def _by_digest(release: Release, key: str, digest: str) -> Manifest | None:
+def _by_digest(release: ReleaseDraft, key: str, digest: str) -> Manifest | None:
     part = key.removesuffix("_checkpoint")
     matches = [m for m in release.published.values() if _has_digest(m, part, digest)]
     return matches[-1] if matches else None
@@ -367,7 +367,7 @@ def _has_digest(manifest: Manifest, part: str, digest: str) -> bool:
     return digest in (file, manifest.recipe.get(f"{part}_checkpoint"))
 
 
-def _examples(source: Manifest, release: Release) -> tuple[Tensor, Tensor | None]:
+def _examples(source: Manifest, release: ReleaseDraft) -> tuple[Tensor, Tensor | None]:
     embedding, side = source_probes(source, release.all_files())
     return torch.from_numpy(embedding), None if side is None else torch.from_numpy(side)
 
@@ -478,7 +478,7 @@ def parse_vectors_of(vectors_of: str) -> tuple[str, int]:
     return name, int(dim)
 
 
-def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
+def add_runs(draft: ReleaseDraft, runs: Runs, keep_side_encoder: bool) -> None:
     """Export every model of `runs`, the embedder first, because the others must match it.
 
     The order is embedder, text encoder, side encoder, an embedder's own upgrade (DMU), and upgrades

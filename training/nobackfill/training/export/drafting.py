@@ -60,7 +60,7 @@ Recipe = dict[str, str | int | float | bool | None]
 
 
 @dataclass
-class Release:
+class ReleaseDraft:
     """A release in preparation: its files, and the parts of its manifest.
 
     Attributes:

@@ -37,12 +37,17 @@ from nobackfill.release.manifest import (
 )
 from nobackfill.release.publishing.declaration import hash_model_files, weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
-from nobackfill.training.export.drafting import Recipe, Release, probe_images
+from nobackfill.training.export.drafting import Recipe, ReleaseDraft, probe_images
 from nobackfill.training.export.onnx_export import quantise, run_onnx, strip
 from nobackfill.training.export.probes import source_probes
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
 from nobackfill.training.networks.embedder import ImageEncoder
-from nobackfill.training.networks.public_models import PublicModel, is_public, open_public, unknown
+from nobackfill.training.networks.public_models import (
+    PublicModel,
+    is_public,
+    open_public,
+    unknown_model_error,
+)
 from nobackfill.training.networks.weights import public_name, read_weights, torchvision_weights
 
 Channels = tuple[float, float, float]
@@ -71,7 +76,7 @@ class Pixels:
     interpolation: Interpolation = "bilinear"
 
 
-def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
+def add_onnx_embedder(release: ReleaseDraft, source: Path, pixels: Pixels) -> None:
     """Add an embedder that exists as an ONNX file to the release.
 
     It has one input, uint8 [n,H,W,3], float32 [n,3,H,W] or float32 [n,H,W,3] with a free n, and one
@@ -233,7 +238,7 @@ def open_torchvision(name: str) -> PublicModel:
     architecture, _, tag = name.removeprefix(TORCHVISION).partition("/")
     known = torchvision.models.list_models(module=torchvision.models)
     if architecture not in known:
-        raise unknown(name, "torchvision", architecture, known)
+        raise unknown_model_error(name, "torchvision", architecture, known)
     pixels = _pixels(torchvision_weights(tag, architecture).transforms())
     plain = architecture not in AUXILIARY
     network = torchvision.models.get_model(architecture, weights=None) if plain else nn.Module()
@@ -275,7 +280,7 @@ def can_be_public(name: str) -> bool:
     return is_public(name) or name.startswith(TORCHVISION)
 
 
-def add_public_embedder(release: Release, name: str) -> None:
+def add_public_embedder(release: ReleaseDraft, name: str) -> None:
     """Add a public image model to the release, with its published weights and preprocessing.
 
     Its vectors are normalised to length 1. Weights that are not cached are downloaded, without a
@@ -318,7 +323,7 @@ SUFFIX = ".onnx"
 TEXT_MODEL = "text_model"
 
 
-def add_onnx_upgrade(release: Release, source: Path) -> None:
+def add_onnx_upgrade(release: ReleaseDraft, source: Path) -> None:
     """Add a map to the release: input `embedding` float32 [n, a], output `upgraded` [n, b].
 
     It leads from the published release whose model it was fitted on. If neither the file nor a
@@ -382,7 +387,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
             release.recipe[f"{name}.{key}"] = facts[key]
 
 
-def add_adapter(release: Release, source: Path) -> None:
+def add_adapter(release: ReleaseDraft, source: Path) -> None:
     """Add a query adapter to the release: input `embedding` float32 [n, a], output `adapted`
     [n, b].
 
@@ -442,7 +447,7 @@ def add_adapter(release: Release, source: Path) -> None:
             release.recipe[f"{name}.{key}"] = facts[key]
 
 
-def _check_new_model(release: Release, model: str | None, map_name: str) -> None:
+def _check_new_model(release: ReleaseDraft, model: str | None, map_name: str) -> None:
     """Refuse a map of another new model than the release's; None fits every release."""
     assert release.embedder is not None
     space = release_space_id(release.embedder, release.text_encoder)
@@ -491,7 +496,7 @@ def _model_name(
     return made if isinstance(made, str) and embedder.file is None else None
 
 
-def _source(release: Release, map_name: str, model: str | None, dim: int) -> Manifest:
+def _source(release: ReleaseDraft, map_name: str, model: str | None, dim: int) -> Manifest:
     """Return the published release whose vectors were the old ones of a map or an adapter."""
     found = list(release.published.values())
     if model is not None:
@@ -510,7 +515,7 @@ def _source(release: Release, map_name: str, model: str | None, dim: int) -> Man
     return (standing or fitting)[-1]
 
 
-def _write(release: Release, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
+def _write(release: ReleaseDraft, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
     """Write the graph and its int8 twin; run both once on embeddings of the older release."""
     strip(model)
     path = release.local(upgrade_path(old.release, release.number))

@@ -20,7 +20,7 @@ from nobackfill.release.models import (
 )
 from nobackfill.release.probes import make_text_probes
 from nobackfill.release.text_models import open_text_encoder
-from nobackfill.training.export.drafting import Release, probe_images
+from nobackfill.training.export.drafting import ReleaseDraft, probe_images
 from nobackfill.vectors import Vectors
 
 # Written for this purpose: no real text is published with a release.
@@ -42,7 +42,7 @@ TOLERANCE = 1e-3
 _DRAWN = 8
 
 
-def make_probes(release: Release) -> Probes:
+def make_probes(release: ReleaseDraft) -> Probes:
     """Run every model of the release on the probes, and write `probes-N.npz`.
 
     Every installation computes the same outputs again and compares them within the tolerance. An

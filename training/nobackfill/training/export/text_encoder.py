@@ -48,7 +48,7 @@ from nobackfill.release.publishing.text_folder import (
 )
 from nobackfill.terminal import escape_control
 from nobackfill.text import BatchTokenizer
-from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.drafting import ReleaseDraft
 from nobackfill.training.export.external import TEXT_MODEL
 from nobackfill.training.export.onnx_export import run_onnx, strip
 from nobackfill.training.export.probes import PROBE_TEXTS
@@ -301,7 +301,7 @@ def _add(graph: onnx.GraphProto, name: str, value: int | Sequence[int]) -> None:
 _MODEL = "model.onnx"
 
 
-def add_text_encoder(release: Release, source: Path, queries: Path | None = None) -> None:
+def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None = None) -> None:
     """Add a text model of others to the release, with its tokenizer.
 
     A folder without an ONNX file is exported at first, by torch, which takes seconds to minutes.
@@ -396,7 +396,7 @@ class _ForeignModel(NamedTuple):
 
 
 def _put(
-    release: Release, source: Path, option: str, published: str, role: TextRole
+    release: ReleaseDraft, source: Path, option: str, published: str, role: TextRole
 ) -> _ForeignModel:
     path = release.local(published)
     file = _onnx_file(source, option)
@@ -474,7 +474,7 @@ def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
         declared = declared.model_copy(update={"pooling": "mean", "max_length": length})
     else:
         _check_length(declared, "max_seq_length in sentence_bert_config.json")
-        graph = onnx.load(folder.export(role, lambda *graph: _open_export(files, path, *graph)))
+        graph = onnx.load(folder.onnx_file(role, lambda *graph: _open_export(files, path, *graph)))
         data = tokenizer_bytes(tokenizer, declared)
     fingerprint = fingerprint_model(own.weights, own.settings, tokenizer)
     routed = files["query"] != files["document"]
@@ -580,7 +580,7 @@ def _kind(vectors: Vectors) -> tuple[int, bool]:
     return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
 
 
-def _share(release: Release, vectors: Vectors, file: Path) -> None:
+def _share(release: ReleaseDraft, vectors: Vectors, file: Path) -> None:
     """Check that image and text encoder embed into one space."""
     dim, unit = _kind(vectors)
     embedder = release.embedder
@@ -598,7 +598,7 @@ def _share(release: Release, vectors: Vectors, file: Path) -> None:
         )
 
 
-def add_vectors(release: Release, name: str, dim: int) -> None:
+def add_vectors(release: ReleaseDraft, name: str, dim: int) -> None:
     """Make the release a space of stored vectors whose model is not published.
 
     An example is an endpoint that was switched off. Vectors are compared by cosine.

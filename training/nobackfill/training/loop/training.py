@@ -54,7 +54,7 @@ from nobackfill.training.networks.embedder import (
     build_encoder,
 )
 from nobackfill.training.networks.frozen import fastest_device, load_classifier, load_encoder
-from nobackfill.training.networks.maps import principal
+from nobackfill.training.networks.maps import principal_map
 from nobackfill.training.networks.weights import load_pretrained, normalisation, read_weights
 from nobackfill.training.side_info import side_objective
 
@@ -290,7 +290,7 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     encoder.backbone = network
     images = open_pictures(listing, config.image_size, reading_options(config))
     layer = torch.nn.Linear(last.in_features, dim)
-    set_linear(layer, principal(encode_all(encoder, images, fastest_device()), dim))
+    set_linear(layer, principal_map(encode_all(encoder, images, fastest_device()), dim))
     replace_layer(network, path, layer)
     facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
     if config.simclr is not None and second is not None:

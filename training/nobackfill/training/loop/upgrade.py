@@ -247,7 +247,7 @@ def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold
 
 
 @dataclass(frozen=True)
-class Sources:
+class FrozenSources:
     """The frozen models of an upgrade; None: not used.
 
     Attributes:
@@ -278,7 +278,7 @@ class Sources:
         return {name: encoder for name, encoder in named.items() if encoder is not None}
 
 
-def open_sources(config: UpgradeConfig) -> Sources:
+def open_sources(config: UpgradeConfig) -> FrozenSources:
     """Load the models that the configuration names; files of stored vectors are not opened.
 
     A release's side encoder is used unless a run is named. With reads_side: false, the old side
@@ -317,7 +317,7 @@ def open_sources(config: UpgradeConfig) -> Sources:
             f"the key side: `maps` needs the new side encoder, but {config.new} has none; add the "
             "key new_side with a run folder, or set side: drops"
         )
-    return Sources(
+    return FrozenSources(
         old,
         vector_files,
         old_side if config.reads_side else None,
@@ -327,7 +327,11 @@ def open_sources(config: UpgradeConfig) -> Sources:
 
 
 def upgrade_rows(
-    sources: Sources, listing: ImageListing, config: UpgradeConfig, views: int, mixed_views: int = 0
+    sources: FrozenSources,
+    listing: ImageListing,
+    config: UpgradeConfig,
+    views: int,
+    mixed_views: int = 0,
 ) -> dict[str, Tensor]:
     """Compute the features that an upgrade is trained on, from the cache or into it.
 
@@ -557,7 +561,7 @@ def train_upgrade(
 
 
 def _rows_of(
-    sources: Sources,
+    sources: FrozenSources,
     some: ImageListing,
     config: UpgradeConfig,
     rows: Mapping[str, Tensor],

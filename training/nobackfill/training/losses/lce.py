@@ -30,7 +30,7 @@ def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tenso
     return 1 - F.cosine_similarity(ours, theirs, dim=1)
 
 
-def boundary(predicted: Tensor, target: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+def boundary_loss(predicted: Tensor, target: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
     """Return by how many radians predictions are farther from their class centre than the targets.
 
     Angles nearer than 0.0014 to 0 or pi count as 0.0014 from it. A zero vector has a right angle to

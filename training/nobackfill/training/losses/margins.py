@@ -66,7 +66,7 @@ def share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
     return losses.sum() / batch_size
 
 
-def spread(weights: Tensor) -> Tensor:
+def weight_spread(weights: Tensor) -> Tensor:
     """Return max / min of positive weights [n], n >= 1: a scalar, 1 if all are equal.
 
     A minimum of 0 counts as the smallest normal number of the dtype. Without weights it raises

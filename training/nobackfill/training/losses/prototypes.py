@@ -51,7 +51,7 @@ def _nearest(old: Tensor, count: int) -> Tensor:
     return (old - old.mean(0)).square().sum(1).argsort(stable=True)[:count]
 
 
-def transition(new: Tensor, temperature: float) -> Tensor:
+def transition_matrix(new: Tensor, temperature: float) -> Tensor:
     """Return the transition matrix of UniBCT Eq. 6 for one class: new features [m, d] -> [m, m].
 
     Each row is a softmax over cosine / temperature of the other images; the diagonal is 0. A zero
@@ -97,7 +97,7 @@ def refined_features(
     if len(old) < 2:
         return old
     identity = torch.eye(len(old), dtype=old.dtype, device=old.device)
-    graph = identity - blend * transition(new, temperature).to(old.dtype)
+    graph = identity - blend * transition_matrix(new, temperature).to(old.dtype)
     limit: Tensor = torch.linalg.solve(graph, old)
     return (1 - blend) * limit
 

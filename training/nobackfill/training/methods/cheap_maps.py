@@ -48,7 +48,7 @@ def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Te
     return torch.cat((embedding, side), 1) if reads.embedding else side
 
 
-def flat(rows: Mapping[str, Tensor], name: str) -> Tensor:
+def flatten_views(rows: Mapping[str, Tensor], name: str) -> Tensor:
     """Flatten a feature's views: [n,v,d] -> [n * v,d]; views of one image are consecutive rows.
 
     Raises:
@@ -142,7 +142,7 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     x = training_inputs(inputs.rows, reads)
     for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
         if isinstance(network, LinearMap):
-            y = flat(inputs.rows, target)
+            y = flatten_views(inputs.rows, target)
             set_linear(network.up, affine(x, y, group=inputs.rows["new"].shape[1]))
 
 
@@ -152,8 +152,8 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
     Raises:
         KeyError: `rows` lacks `side`, which is read, or `old`, whether it is read or not.
     """
-    side = flat(rows, "side") if reads.side else None
-    return concatenate(flat(rows, "old"), side, reads)
+    side = flatten_views(rows, "side") if reads.side else None
+    return concatenate(flatten_views(rows, "old"), side, reads)
 
 
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
@@ -193,7 +193,7 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         KeyError: `inputs.rows` lacks old or new vectors.
     """
     assert isinstance(upgrade.h, LinearMap)
-    x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
+    x, y = flatten_views(inputs.rows, "old"), flatten_views(inputs.rows, "new")
     set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))
 
 
@@ -242,7 +242,7 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)
-    y, views = flat(inputs.rows, "new"), inputs.rows["new"].shape[1]
+    y, views = flatten_views(inputs.rows, "new"), inputs.rows["new"].shape[1]
     down, up = low_rank(x, y, upgrade.h.down.out_features, group=views)
     set_linear(upgrade.h.down, down)
     set_linear(upgrade.h.up, up)

@@ -19,7 +19,7 @@ from nobackfill.training.losses.discriminativeness import (
     entropy_weights,
     selective_loss,
 )
-from nobackfill.training.losses.margins import spread
+from nobackfill.training.losses.margins import weight_spread
 from nobackfill.training.losses.pairwise import cosine_regression
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeShape
 from nobackfill.training.methods.bct import extended_classifier
@@ -116,7 +116,7 @@ class DmuObjective(CompatibleObjective):
         embedding = self.embedder.encode(self.augment(images))
         terms = {"classification": self.head(embedding, labels)}
         weights = self.weights(old, labels)
-        self.statistics["weight_spread"] = float(spread(weights))
+        self.statistics["weight_spread"] = float(weight_spread(weights))
         losses = self.old_space_losses(embedding, old, labels)
         terms["selective"] = self.options.weight * selective_loss(losses, weights)
         if self.upgrade is not None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs
-from nobackfill.training.methods.cheap_maps import flat
+from nobackfill.training.methods.cheap_maps import flatten_views
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.networks.heads import (
     FixedClassifier,
@@ -34,7 +34,7 @@ class ForwardObjective(FctObjective):
         # Each training class's row in the new classifier; -1 if the class is unknown there.
         self.register_buffer("new_labels", labels)
         # Mean squared distance of new embeddings from their mean, the unit of distances.
-        new = flat(inputs.rows, "new")
+        new = flatten_views(inputs.rows, "new")
         self.register_buffer("spread", (new - new.mean(0)).square().sum(1).mean())
 
     def relative_distance(self, predicted: Tensor, target: Tensor) -> Tensor:

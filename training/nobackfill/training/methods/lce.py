@@ -3,7 +3,7 @@
 import torch
 
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
@@ -41,7 +41,9 @@ class LceObjective(ForwardObjective):
         return terms | {
             "classification": self.classification(predicted, labels),
             "alignment": alignment.mean(),
-            "boundary": boundary(predicted[known], view["new"][known], weights, own[known]).sum()
+            "boundary": boundary_loss(
+                predicted[known], view["new"][known], weights, own[known]
+            ).sum()
             / len(labels),
         }
 

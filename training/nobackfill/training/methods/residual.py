@@ -18,7 +18,12 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.listwise import listwise, mean_squared_distance, same_class
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
+from nobackfill.training.methods.cheap_maps import (
+    InputShape,
+    flatten_views,
+    input_shape,
+    set_linear,
+)
 from nobackfill.training.methods.compatible import read_options
 from nobackfill.training.methods.fastfill import (
     CLASSIFICATION,
@@ -27,7 +32,7 @@ from nobackfill.training.methods.fastfill import (
     VarianceHead,
     uses_labels,
 )
-from nobackfill.training.networks.maps import affine, whitening
+from nobackfill.training.networks.maps import affine, whitening_map
 from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
 
 # A strong ridge on purpose: int8 has 256 steps for the largest input, so scaled-up directions of
@@ -92,7 +97,7 @@ class WhiteningLayer(nn.Module):
         self.shift.copy_(x.mean(0))
         # A constant element carries no information: its scale is 0, not infinite.
         self.scale.copy_(torch.where(deviation > 1e-6, 1 / deviation.clamp(min=1e-6), 0.0))
-        set_linear(self.rotate, whitening((x - self.shift) * self.scale, _WHITENING))
+        set_linear(self.rotate, whitening_map((x - self.shift) * self.scale, _WHITENING))
 
 
 class ResidualMap(nn.Module):
@@ -244,21 +249,23 @@ class ResidualObjective(FastFillObjective):
         super().__init__(upgrade, inputs)
         self.listwise_options = options
         self.inputs = inputs
-        side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
+        side = flatten_views(inputs.rows, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
-                network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
+                network.solve(
+                    flatten_views(inputs.rows, "old"), side, flatten_views(inputs.rows, target)
+                )
         self.both_views = options.both_views
         if self.both_views and not inputs.config.mixed_views:
             raise ConfigurationError(
                 "the option both_views of method residual needs a mixed view, but mixed_views is "
                 "0; set mixed_views: 1"
             )
-        self.register_buffer("queue", flat(inputs.rows, "new"))
+        self.register_buffer("queue", flatten_views(inputs.rows, "new"))
         labelled, labels = inputs.labelled()
         self.register_buffer("labelled_queue", labelled)
         self.register_buffer("queue_labels", labels)
-        self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
+        self.unit_of_distance = float(mean_squared_distance(flatten_views(inputs.rows, "new")))
 
     def forward(self, batch: Batch) -> Terms:
         """Return terms averaged over the networks, each of which draws its own view.
@@ -340,7 +347,10 @@ class ResidualObjective(FastFillObjective):
         teacher, device = h.eval(), h.straight.weight.device
         student = copy.deepcopy(teacher)
         student.others = nn.ModuleList()
-        old, side = flat(rows, "old"), flat(rows, "side") if self.inputs.shape.side_dim else None
+        old, side = (
+            flatten_views(rows, "old"),
+            flatten_views(rows, "side") if self.inputs.shape.side_dim else None,
+        )
         size = min(config.batch_size, len(rows["old"]))
         steps = config.epochs * (len(rows["old"]) // size)
         optimizer = torch.optim.Adam(student.residual.parameters(), lr=_DISTILLATION_RATE)

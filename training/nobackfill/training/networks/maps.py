@@ -120,7 +120,7 @@ def low_rank(
     return down, AffineMap(leading.t(), centre)
 
 
-def principal(x: Tensor, rank: int) -> AffineMap:
+def principal_map(x: Tensor, rank: int) -> AffineMap:
     """Fit x [n, d] -> its `rank` directions of largest variance, from its mean (PCA).
 
     The map is float64, on the device of x; the largest variance comes first. The signs of the
@@ -143,7 +143,7 @@ def principal(x: Tensor, rank: int) -> AffineMap:
     return AffineMap(weight, -weight @ shift)
 
 
-def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
+def whitening_map(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     """Fit a map of rows to uncorrelated directions of unit variance (PCA whitening).
 
     If all rows are equal, the map is infinite or NaN.

@@ -72,9 +72,11 @@ def _timm(name: str, weights: bool) -> PublicModel:
     if not model_name.startswith(_BY_PLACE):
         architecture, _, tag = model_name.partition(".")
         if architecture not in timm.list_models():
-            raise unknown(name, "timm", model_name, [*timm.list_models(), *timm.list_pretrained()])
+            raise unknown_model_error(
+                name, "timm", model_name, [*timm.list_models(), *timm.list_pretrained()]
+            )
         if tag and model_name not in (names := timm.list_pretrained(f"{architecture}.*")):
-            raise unknown(name, "timm", model_name, names)
+            raise unknown_model_error(name, "timm", model_name, names)
     network = _build(name, lambda: timm.create_model(model_name, pretrained=weights, num_classes=0))
     pixels = _read(name, lambda: read_timm(dict(timm.data.resolve_model_data_config(network))))
     return PublicModel(name, network.eval(), int(network.num_features), pixels)
@@ -87,11 +89,11 @@ def _open_clip(name: str, weights: bool) -> PublicModel:
     if not model_name.startswith(_BY_PLACE):
         model_name, _, tag = model_name.partition("/")
         if model_name not in open_clip.list_models():
-            raise unknown(name, "open_clip", model_name, open_clip.list_models())
+            raise unknown_model_error(name, "open_clip", model_name, open_clip.list_models())
         names = open_clip.list_pretrained_tags_by_model(model_name)
         if not tag or (tag not in names and "/" not in tag and "." not in tag):
             tags = [f"{model_name}/{one}" for one in names]
-            raise unknown(name, "open_clip", f"{model_name}/{tag}", tags)
+            raise unknown_model_error(name, "open_clip", f"{model_name}/{tag}", tags)
     model = _build(
         name,
         lambda: open_clip.create_model(
@@ -120,7 +122,9 @@ def _package(name: str, package: str, install: str) -> Iterator[None]:
         ) from error
 
 
-def unknown(name: str, package: str, model_name: str, names: list[str]) -> ConfigurationError:
+def unknown_model_error(
+    name: str, package: str, model_name: str, names: list[str]
+) -> ConfigurationError:
     """Make, but do not raise, the error of an unknown model name, which lists similar names.
 
     Args:

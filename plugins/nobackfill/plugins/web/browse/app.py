@@ -17,17 +17,17 @@ from starlette.responses import Response
 from nobackfill.client import conditions
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import create_reserve
-from nobackfill.client.output import Advance, Output, size
-from nobackfill.client.photos import Encoder, local_image
+from nobackfill.client.output import Advance, Output, format_bytes
+from nobackfill.client.photos import ReleaseEncoder, local_image
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import DeviceAnswer, Search
 from nobackfill.client.status import status
 from nobackfill.client.sync import (
     SyncOptions,
+    describe_report,
     re_embed,
     re_embed_items,
     roll_back,
-    sentence,
     sync,
 )
 from nobackfill.errors import (
@@ -100,7 +100,7 @@ class _TaskOutput(Output):
 
     task: PageTask = field(default_factory=lambda: PageTask(""))
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         if len(self.task.notes) < _MOST_NOTES:
             self.task.notes.append(line)
 
@@ -186,7 +186,7 @@ class CachedSearches:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._cached: dict[str, _CachedSearch] = {}
-        self._encoders: dict[str, Encoder] = {}
+        self._encoders: dict[str, ReleaseEncoder] = {}
         self._lock = threading.Lock()
 
     def active(self) -> Search:
@@ -257,7 +257,7 @@ class CachedSearches:
             vector = encoder.embed([encoder.pixels(image)])[0]
         except UnusableOutputError as error:
             raise InvalidInputError(f"the picture: {no_vector_error(encoder.manifest)}") from error
-        selection = search if where is None else search.among(where)
+        selection = search if where is None else search.with_filter(where)
         return selection.by_embedding({search.spec.space: vector.tolist()}, k)
 
     def _search(self, spec: SpaceSpec) -> Search:
@@ -281,14 +281,16 @@ class CachedSearches:
             staging = connection.execute("SELECT 1 FROM spaces WHERE state = 'staging'").fetchone()
         return int(commits), staging is not None
 
-    def _encoder(self, spec: SpaceSpec) -> Encoder:
+    def _encoder(self, spec: SpaceSpec) -> ReleaseEncoder:
         with self._lock:
             if spec.space not in self._encoders:
                 manifest = self._device.manifest(spec.release)
                 self._encoders = {
                     name: one for name, one in self._encoders.items() if name in self._cached
                 }
-                self._encoders[spec.space] = Encoder(self._device.models, manifest, side=False)
+                self._encoders[spec.space] = ReleaseEncoder(
+                    self._device.models, manifest, side=False
+                )
             return self._encoders[spec.space]
 
 
@@ -374,7 +376,7 @@ class ItemPages:
     def _grid(self, request: Request, *, least_certain: bool) -> Response:
         store = self._device.store
         texts = request.query_params.getlist("where")
-        passing = passing_labels(store, conditions.read(texts)) if texts else None
+        passing = passing_labels(store, conditions.parse_conditions(texts)) if texts else None
         token = request.query_params.get("after")
         place = (
             None
@@ -454,7 +456,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        return self._jpeg(self._thumbnails.of(self._one(request)))
+        return self._jpeg(self._thumbnails.thumbnail(self._one(request)))
 
     def picture(self, request: Request) -> Response:
         """Send a copy of an item's image, at most 1280 pixels long, without the camera's metadata.
@@ -470,7 +472,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        return self._jpeg(self._thumbnails.large(self._one(request)))
+        return self._jpeg(self._thumbnails.large_picture(self._one(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
         """Convert the hits of an answer to tiles; items that were deleted since are left out.
@@ -568,9 +570,10 @@ def read_where(request: Request) -> All:
     """Parse the conditions `where` in a page's address; without any, every item passes.
 
     Raises:
-        InvalidInputError: a condition is not valid; see nobackfill.client.conditions.read.
+        InvalidInputError: a condition is not valid; see
+            nobackfill.client.conditions.parse_conditions.
     """
-    return conditions.read(request.query_params.getlist("where"))
+    return conditions.parse_conditions(request.query_params.getlist("where"))
 
 
 def _moment(text: object) -> str | None:
@@ -649,7 +652,7 @@ class ReleasePages:
             OSError: a file of the gallery disappears during the request, or cannot be read.
         """
         return self._site.show(
-            request, "release.html.j2", gallery=status(self._device), size=size,
+            request, "release.html.j2", gallery=status(self._device), size=format_bytes,
             task=self._desk.task, manifest=self._device.active(),
         )  # fmt: skip
 
@@ -668,7 +671,9 @@ class ReleasePages:
         except NobackfillError as error:
             # Without a network this is no error of the person who looks.
             return self._site.show(request, "notice.html.j2", sentence=str(error))
-        return self._site.show(request, "preview.html.j2", report=report, sentence=sentence(report))
+        return self._site.show(
+            request, "preview.html.j2", report=report, sentence=describe_report(report)
+        )
 
     def sync(self, request: Request, body: bytes) -> Response:
         """Start a sync on a thread; the form's `retry` = "yes" also tries releases held back.
@@ -685,8 +690,8 @@ class ReleasePages:
             report = sync(self._device, options, output)
             create_reserve(self._device.path)
             for note in report.notes:
-                output.note(note)
-            return sentence(report)
+                output.print_note(note)
+            return describe_report(report)
 
         self._desk.start("Sync", work)
         return self._site.go(request, "/release")

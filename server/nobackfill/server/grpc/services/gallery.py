@@ -26,7 +26,7 @@ from nobackfill.server.galleries.item_writer import (
 )
 from nobackfill.server.galleries.plan import RANK_FUSION_KEY, SOURCE_KEY
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.context import Role, current, without_folders
+from nobackfill.server.grpc.context import Role, current_call, without_folders
 from nobackfill.server.grpc.rpc import LARGEST_COUNT
 from nobackfill.server.grpc.services.convert import (
     from_filter,
@@ -130,7 +130,7 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
     response, size = pb.ListItemsResponse(), 0
     remaining = request.page_size or DEFAULT_PAGE
     while remaining > 0:
-        context.current().check()
+        context.current_call().check()
         listed, place = hosted.store.list_page(
             hosted.active_spec().space,
             min(remaining, _READ),
@@ -204,7 +204,7 @@ def delete(hosted: HostedGallery, request: pb.DeleteItemsRequest) -> int:
         ConfigurationError: the database refuses the statement.
     """
     return edits.delete_selected(
-        hosted.store, _select_items(hosted, request), context.current().check
+        hosted.store, _select_items(hosted, request), context.current_call().check
     )
 
 
@@ -247,7 +247,9 @@ def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
             f"metadata key {min(both)[:64]!r}: expected it in `set` or in `remove`, got it in both"
         )
     selection = _select_items(hosted, request)
-    return edits.change_metadata(hosted.store, selection, values, remove, context.current().check)
+    return edits.change_metadata(
+        hosted.store, selection, values, remove, context.current_call().check
+    )
 
 
 def _select_items(
@@ -336,7 +338,7 @@ def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
         failed=cost.failed,
         bytes_read=cost.bytes,
     )
-    if context.current().principal.role is Role.ADMIN:
+    if context.current_call().principal.role is Role.ADMIN:
         message.last_failure = cost.last_failure
     message.seconds.FromNanoseconds(int(1e9 * cost.seconds))
     return message
@@ -458,7 +460,7 @@ class GalleryService(GalleryServiceServicer):
             BusyError: the database is busy.
             ConfigurationError: the database refuses the statement.
         """
-        galleries, caller = self._galleries, current().principal
+        galleries, caller = self._galleries, current_call().principal
         if request.page_size > LARGEST_PAGE:
             raise InvalidInputError(
                 f"page_size: expected at most {LARGEST_PAGE} galleries, got {request.page_size}; "
@@ -468,7 +470,7 @@ class GalleryService(GalleryServiceServicer):
         page = names[: request.page_size or None]
         response = pb.ListGalleriesResponse()
         for name in page:
-            current().check()
+            current_call().check()
             if reason := galleries.quarantine_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
@@ -543,7 +545,7 @@ class GalleryService(GalleryServiceServicer):
             # Refuse an unknown gallery before the items are parsed.
             self._galleries.peek(name)
             item_writers, errors = _parse_items(request)
-            caller, ids = current().principal, [put.id for put in item_writers]
+            caller, ids = current_call().principal, [put.id for put in item_writers]
             # The gallery is not held open while the client prepares its next message.
             with (
                 self._quotas.reserve(caller, name, ids) as allowance,
@@ -659,7 +661,7 @@ class GalleryService(GalleryServiceServicer):
         return pb.DeleteItemsResponse(deleted=deleted)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.record_audit(current().principal.name, what, of_what)
+        self._state.record_audit(current_call().principal.name, what, of_what)
 
     def _gallery(self, hosted: HostedGallery) -> pb.Gallery:
         return _gallery(hosted, self._state.current.ends)
@@ -727,7 +729,7 @@ def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
         both_with=hosted.plan.fusion.part.release if hosted.plan.fusion else 0,
     )
     if source := hosted.state_value(SOURCE_KEY):
-        is_admin = current().principal.role is Role.ADMIN
+        is_admin = current_call().principal.role is Role.ADMIN
         try:
             gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
         except VerificationError as error:

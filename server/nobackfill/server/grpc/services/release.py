@@ -16,7 +16,7 @@ from nobackfill.server.canary.comparison import (
     PairReport,
 )
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.grpc.context import current
+from nobackfill.server.grpc.context import current_call
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.activation import Activations, check_canary
@@ -339,7 +339,7 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.ReportSyncResponse()
 
     def _is_gone(self) -> bool:
-        return not current().active() or self._stopping.is_set()
+        return not current_call().active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
@@ -407,7 +407,7 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.RetireReleaseResponse(retired=retired)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.record_audit(current().principal.name, what, of_what)
+        self._state.record_audit(current_call().principal.name, what, of_what)
 
     def _releases(self) -> list[pb.Release]:
         manifests = self._catalog.manifests

@@ -22,7 +22,7 @@ from nobackfill.server.galleries.answering import (
 from nobackfill.server.galleries.hosted import GalleryRegistry
 from nobackfill.server.galleries.plan import Query, SearchResult
 from nobackfill.server.grpc.context import Principal
-from nobackfill.server.grpc.rpc import Later
+from nobackfill.server.grpc.rpc import DeferredAnswer
 from nobackfill.server.grpc.services.convert import (
     from_filter,
     keys_of,
@@ -103,7 +103,7 @@ class SearchService(SearchServiceServicer):
 
     def answer_immediately(
         self, messages: Sequence[tuple[bytes, Principal]]
-    ) -> Sequence[bytes | Later | None]:
+    ) -> Sequence[bytes | DeferredAnswer | None]:
         """Answer encoded `Search` requests on the thread that receives calls; it raises nothing for
         a bad request.
 
@@ -125,7 +125,7 @@ class SearchService(SearchServiceServicer):
         )
         if routed_answers is not None and None not in routed_answers:
             return routed_answers
-        answers: list[bytes | Later | None] = (
+        answers: list[bytes | DeferredAnswer | None] = (
             [*routed_answers] if routed_answers else [None] * len(messages)
         )
         groups: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.server.grpc.context import current
+from nobackfill.server.grpc.context import current_call
 from nobackfill.server.vault import PAGE, Blob, VaultBlobs
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
@@ -107,7 +107,7 @@ class VaultService(VaultServiceServicer):
 
 
 def _owner() -> str:
-    return current().principal.name
+    return current_call().principal.name
 
 
 def _message(blob: Blob) -> pb.Blob:

@@ -35,7 +35,7 @@ _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
 FEW_VALUES = 8
 
 
-Kind = TypeVar("Kind", Range | TimeRange, OneOf)
+ConditionKind = TypeVar("ConditionKind", Range | TimeRange, OneOf)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ ALWAYS_TRUE = Condition("TRUE")
 _NOTHING = Condition("FALSE")
 
 
-def facets(metadata: Metadata) -> str:
+def encode_facets(metadata: Metadata) -> str:
     """Return the data of an item's metadata for filters, as JSON.
 
     Args:
@@ -144,8 +144,8 @@ def _of_any(parts: Sequence[Filter]) -> list[Condition]:
     return [*others, *map(_of, values), *(_in_ranges(group, every=False) for group in ranges)]
 
 
-def _by_key(tests: Iterable[Kind]) -> Iterable[list[Kind]]:
-    groups: dict[tuple[type, str], list[Kind]] = {}
+def _by_key(tests: Iterable[ConditionKind]) -> Iterable[list[ConditionKind]]:
+    groups: dict[tuple[type, str], list[ConditionKind]] = {}
     for test in tests:
         groups.setdefault((type(test), test.key), []).append(test)
     return groups.values()

@@ -225,14 +225,14 @@ _FORGET = b"DELETE FROM nobackfill.commits WHERE at < now() - interval '1 day'"
 
 
 @dataclass(frozen=True)
-class Signature:
+class TransactionMark:
     """Identify a transaction: by its number, valid until the server crashes, and by its mark."""
 
     number: str
     mark: UUID
 
 
-def sign(connection: _Connection, former: UUID | None) -> Signature | None:
+def mark_transaction(connection: _Connection, former: UUID | None) -> TransactionMark | None:
     """Insert a mark, as the last statement of a transaction.
 
     If the transaction wrote something, the mark of `former` is deleted in it.
@@ -251,10 +251,10 @@ def sign(connection: _Connection, former: UUID | None) -> Signature | None:
     mark = uuid4()
     row = connection.execute(_SIGN, [former, mark], binary=True).fetchone()
     assert row is not None, "a SELECT without a condition"
-    return None if row[0] is None else Signature(row[0], mark)
+    return None if row[0] is None else TransactionMark(row[0], mark)
 
 
-def is_committed(connection: _Connection, signature: Signature) -> bool | None:
+def is_committed(connection: _Connection, signature: TransactionMark) -> bool | None:
     """Tell whether a transaction was committed; None while it still runs.
 
     A number that the server does not know yet, because it crashed, counts as not committed. A mark
@@ -280,7 +280,7 @@ def is_committed(connection: _Connection, signature: Signature) -> bool | None:
     return bool(row_found[0])
 
 
-def forget(connection: _Connection) -> None:
+def delete_old_marks(connection: _Connection) -> None:
     """Delete the marks of commits that are older than a day.
 
     Raises:
@@ -642,7 +642,7 @@ class Database:
         run(connection, "BEGIN")
         try:
             result = work(connection)
-            signature = sign(connection, self._own.mark)
+            signature = mark_transaction(connection, self._own.mark)
         except COLLISIONS as error:
             run(connection, "ROLLBACK")
             raise _CollisionError from error
@@ -668,7 +668,7 @@ class Database:
             self._own.mark = signature.mark
         return result
 
-    def _was_committed(self, signature: Signature) -> bool:
+    def _was_committed(self, signature: TransactionMark) -> bool:
         """Tell whether a transaction was committed although its connection broke.
 
         Raises:

@@ -29,7 +29,7 @@ from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import sql_condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
-from nobackfill.server.stores.postgresql.reads import Reads, existing
+from nobackfill.server.stores.postgresql.reads import Reads, storable_ids
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 from nobackfill.server.stores.postgresql.writes import advance
 
@@ -251,7 +251,7 @@ class PostgresqlGallery(Reads):
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
         """
-        return self._delete("id = ANY(%s)", [existing(ids)])
+        return self._delete("id = ANY(%s)", [storable_ids(ids)])
 
     def delete_passing(self, labels: Labels, filtered: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped; see
@@ -329,7 +329,7 @@ class PostgresqlGallery(Reads):
             )
             items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
-            writes.describe(connection, self.schema, merge_metadata(present, values, remove))
+            writes.write_metadata(connection, self.schema, merge_metadata(present, values, remove))
             return np.array([*present], np.int64)
 
         changed = self._shared(work)
@@ -378,7 +378,9 @@ class PostgresqlGallery(Reads):
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
         """
-        self._exclusive(lambda connection: writes.begin(connection, self.schema, spec))
+        self._exclusive(
+            lambda connection: writes.create_staging_space(connection, self.schema, spec)
+        )
 
     def write_vectors(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
@@ -536,7 +538,7 @@ class PostgresqlGallery(Reads):
         """
         self._exclusive(lambda connection: writes.drop_space(connection, self.schema, space))
 
-    def look(self) -> GallerySnapshot:
+    def read_snapshot(self) -> GallerySnapshot:
         """Read what plans are made from, in one snapshot.
 
         Raises:
@@ -549,7 +551,7 @@ class PostgresqlGallery(Reads):
             lambda connection: GallerySnapshot(
                 rows.epoch_of(connection, self.number),
                 tuple(rows.read_spaces(connection, self.schema)),
-                rows.states(connection, self.schema),
+                rows.read_state_values(connection, self.schema),
             ),
             snapshot=True,
         )
@@ -579,7 +581,7 @@ class PostgresqlGallery(Reads):
                     f" FROM {self.schema}.items i JOIN {table} v USING (label)"
                     " WHERE i.id = ANY(%s) AND v.origin = 'upgraded'"
                     " ORDER BY v.uncertainty DESC NULLS LAST, label",
-                    [existing(ids)],
+                    [storable_ids(ids)],
                 )
             ]
         )
@@ -674,7 +676,7 @@ class PostgresqlGalleries:
             schema_name = schema.schema_of(number)
             schema.create_gallery(connection, number, specs[0])
             for spec in specs[1:]:
-                writes.begin(connection, schema_name, spec)
+                writes.create_staging_space(connection, schema_name, spec)
                 writes.flip(connection, schema_name, spec.space, leave_behind=False)
             for info in rows.read_spaces(connection, schema_name):
                 for statement in schema.index_statements(schema_name, info.number, info.spec):

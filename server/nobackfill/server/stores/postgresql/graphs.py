@@ -21,13 +21,13 @@ from nobackfill.server.stores.postgresql.database import (
     run,
     translate_error,
 )
-from nobackfill.server.stores.postgresql.rows import among, copy_out, random_labels
+from nobackfill.server.stores.postgresql.rows import copy_out, labels_condition, random_labels
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, index_statements, table_of
 from nobackfill.server.stores.postgresql.search import (
     MAX_EF,
     SpaceTable,
     by_graph,
-    widen,
+    set_candidate_count,
 )
 from nobackfill.vectors import Vectors
 
@@ -104,7 +104,7 @@ def draw_probes(
     """
     table, spec = table_of(schema, info.number), info.spec
     sample = random_labels(connection, table, PROBES)
-    queries = copy_out(connection, table, among(sample), spec.dim)[1]
+    queries = copy_out(connection, table, labels_condition(sample), spec.dim)[1]
     if spec.metric == "cosine":
         # A zero vector is never searched by a graph: every row is read for it.
         queries = queries[queries.any(axis=1)]
@@ -203,7 +203,7 @@ def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
     return row is not None and bool(row[0])
 
 
-def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
+def build_graph(database: Database, schema: str, info: SpaceInfo) -> None:
     """Build a graph while others write and search; the rest of an interrupted build is removed
     first.
 
@@ -267,7 +267,7 @@ def measure_recall(
         run(connection, "SET LOCAL enable_seqscan = off")
         run(connection, "SET LOCAL enable_sort = off")
         for width in _WIDTHS:
-            widen(connection, width)
+            set_candidate_count(connection, width)
             answers = []
             for query in probes.queries:
                 answers.append(by_graph(connection, table, query, K))

@@ -20,11 +20,11 @@ from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import (
-    among,
     copy_in,
     copy_out,
     find_space,
     label_column,
+    labels_condition,
     read_spaces,
 )
 from nobackfill.server.stores.postgresql.schema import table_of
@@ -199,7 +199,7 @@ class PostgresqlWindows:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        spec, where = self._source.spec, among(labels)
+        spec, where = self._source.spec, labels_condition(labels)
         if with_side:
             # It may have been put again without side-information.
             where += " AND side IS NOT NULL"
@@ -263,7 +263,7 @@ class Reads:
         """
         query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
         return self.database.read(
-            lambda connection: rows.label_column(run(connection, query, [existing(ids)]))
+            lambda connection: rows.label_column(run(connection, query, [storable_ids(ids)]))
         )
 
     def get(self, item_id: str) -> StoredItem | None:
@@ -276,7 +276,7 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        found = self._items_where("i.id = ANY(%s)", [existing([item_id])], 1)
+        found = self._items_where("i.id = ANY(%s)", [storable_ids([item_id])], 1)
         return found[0] if found else None
 
     def _items_where(self, where: str, values: Sequence[Any], limit: int) -> list[StoredItem]:
@@ -359,7 +359,7 @@ class Reads:
     def _vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
         table = table_of(self.schema, info.number)
         return self.database.read(
-            lambda connection: copy_out(connection, table, among(labels), info.spec.dim)
+            lambda connection: copy_out(connection, table, labels_condition(labels), info.spec.dim)
         )[1]
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
@@ -510,7 +510,9 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return self.database.read(lambda connection: rows.states(connection, self.schema))
+        return self.database.read(
+            lambda connection: rows.read_state_values(connection, self.schema)
+        )
 
     def remaining_vectors(
         self, source: str, target: SpaceSpec, needs_side: bool
@@ -603,7 +605,10 @@ class Reads:
             labels = labels_in_table(connection, table_of(self.schema, first.number), drawn)
             pair = [
                 copy_out(
-                    connection, table_of(self.schema, info.number), among(labels), info.spec.dim
+                    connection,
+                    table_of(self.schema, info.number),
+                    labels_condition(labels),
+                    info.spec.dim,
                 )[1]
                 for info in (first, second)
             ]
@@ -659,7 +664,7 @@ class Reads:
         return Estimate(len(missing), seconds * share, int(written * share), left_behind)
 
 
-def existing(ids: Sequence[str]) -> list[str]:
+def storable_ids(ids: Sequence[str]) -> list[str]:
     """Return the ids that PostgreSQL can store; it refuses to look for others.
 
     Order and repeats stay.

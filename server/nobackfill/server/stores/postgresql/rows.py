@@ -147,7 +147,7 @@ def _sized(dim: int) -> np.dtype[np.void]:
     return np.dtype([("dim", ">i2"), ("unused", ">i2"), ("embedding", ">f4", (dim,))])
 
 
-def among(labels: Labels) -> str:
+def labels_condition(labels: Labels) -> str:
     """Make a condition on `label`; COPY takes no values, and labels are our own integers.
 
     Args:
@@ -366,7 +366,7 @@ def epoch_of(connection: Connection, number: int) -> int:
     return int(row[0])
 
 
-def states(connection: Connection, schema: str) -> dict[str, Any]:
+def read_state_values(connection: Connection, schema: str) -> dict[str, Any]:
     """Return all values of the state.
 
     Returns:

@@ -242,7 +242,7 @@ def prepare(connection: Connection) -> None:
                 "run ALTER EXTENSION vector UPDATE"
             )
         migrate(connection)
-        database.forget(connection)
+        database.delete_old_marks(connection)
 
 
 def schema_of(number: int) -> str:

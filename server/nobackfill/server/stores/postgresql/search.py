@@ -333,7 +333,7 @@ def search(
     def work(connection: Connection) -> list[Neighbours]:
         results = []
         if width != EF and width <= MAX_EF and candidates is None:
-            widen(connection, width)
+            set_candidate_count(connection, width)
         for (table, _), queries in zip(requests, checked, strict=True):
             labels = table.remaining_labels(connection)
             if labels is None:
@@ -353,7 +353,7 @@ def search(
     return database.read(work, snapshot=not is_single)
 
 
-def compares(spec: SpaceSpec, ef: int) -> bool:
+def scans_all_vectors(spec: SpaceSpec, ef: int) -> bool:
     """Tell whether a search with `ef` candidates reads every vector.
 
     Args:
@@ -368,7 +368,7 @@ def _width(table: SpaceTable, k: int, ef: int) -> int:
     return max(ef or table.ef, k + _EXTRA_CANDIDATES)
 
 
-def widen(connection: Connection, width: int) -> None:
+def set_candidate_count(connection: Connection, width: int) -> None:
     """Set the number of candidates, up to MAX_EF, until the end of the transaction.
 
     It changes searches of this connection only.
@@ -394,7 +394,7 @@ def _nearest(
 ) -> Neighbours:
     limit = k + _EXTRA_CANDIDATES
     cosine = table.spec.metric == "cosine"
-    exact = compares(table.spec, width) or (cosine and not query.any())
+    exact = scans_all_vectors(table.spec, width) or (cosine and not query.any())
     if not exact and candidates is not None:
         rows_found = candidates.rows(connection, table, query, limit, condition, width)
         if rows_found is not None:

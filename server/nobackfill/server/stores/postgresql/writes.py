@@ -14,7 +14,7 @@ from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import check_same_space, ensure_complete, ensure_not_active
 from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, compare_with_stored
 from nobackfill.server.stores.postgresql import rows
-from nobackfill.server.stores.postgresql.conditions import facets
+from nobackfill.server.stores.postgresql.conditions import encode_facets
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.rows import copy_in, label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import add_space, table_of
@@ -79,7 +79,7 @@ def insert(
     labels[is_new] = _new_labels(connection, schema, int(is_new.sum()))
     _insert_items(connection, schema, batch, labels, is_new)
     changes = compress(zip(labels.tolist(), batch.metadata, strict=True), kept.tolist())
-    describe(connection, schema, [(label, text) for label, text in changes if text])
+    write_metadata(connection, schema, [(label, text) for label, text in changes if text])
     written = []
     for checked in vectors:
         table = table_of(schema, checked.info.number)
@@ -123,12 +123,12 @@ def _insert_items(
         [
             labels[is_new].tolist(), [batch.ids[row] for row in rows],
             [batch.digests[row] for row in rows], metadata,
-            [facets(json.loads(text)) for text in metadata],
+            [encode_facets(json.loads(text)) for text in metadata],
         ],
     )  # fmt: skip
 
 
-def describe(connection: Connection, schema: str, described: list[tuple[int, str]]) -> None:
+def write_metadata(connection: Connection, schema: str, described: list[tuple[int, str]]) -> None:
     """Replace the metadata of items, given by label as JSON texts; equal metadata is not
     written.
 
@@ -147,7 +147,7 @@ def describe(connection: Connection, schema: str, described: list[tuple[int, str
         f"UPDATE {schema}.items i SET metadata = new.metadata, facets = new.facets::jsonb"
         " FROM unnest(%s::bigint[], %s::text[], %s::text[]) AS new (label, metadata, facets)"
         " WHERE i.label = new.label AND i.metadata <> new.metadata",
-        [list(labels), list(texts), [facets(json.loads(text)) for text in texts]],
+        [list(labels), list(texts), [encode_facets(json.loads(text)) for text in texts]],
     )
 
 
@@ -405,7 +405,7 @@ def _lacking(schema: str, number: int, label: int) -> str:
 # The following functions change spaces; they are called with the gate held exclusively.
 
 
-def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
+def create_staging_space(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
     """Create a staging space, and return True; return False if it exists, in whatever state.
 
     No graph is made. Call it with the gate held.
