@@ -3,7 +3,7 @@
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -312,6 +312,8 @@ def test_what_is_written_while_it_goes_back_is_not_lost(
 ) -> None:
     carry(store.open(), TARGET, MAP, flip=True)
     lead, path, late = chroma.ChromaStore.lead, f"/{description(store)['id']}", ["late"]
+    # `back` deletes it from the old collection, too, which is no writing of programs.
+    store.asked("POST", f"{path}/delete", {"ids": [MADE.ids[5]]})
 
     def led_late(self: chroma.ChromaStore, name: str, collection: str) -> None:
         lead(self, name, collection)
@@ -322,10 +324,42 @@ def test_what_is_written_while_it_goes_back_is_not_lost(
     monkeypatch.setattr(chroma.ChromaStore, "lead", led_late)
     with pytest.raises(InvalidInputError, match="1 items were written while"):
         source_of(store).flip_back("docs_new")
-    assert names(store) == BOTH and set(vectors_of(store)) == {*MADE.ids, "late"}
+    left = set(MADE.ids) - {MADE.ids[5]}
+    assert names(store) == BOTH and set(vectors_of(store)) == left | {"late"}
     assert source_of(store).flip_state(MAP.digest) == "flipped"
     store.asked("POST", f"{path}/delete", {"ids": ["late"]})
     assert source_of(store).flip_back("docs_new") == 0 and names(store) == {"docs"}
+    assert set(vectors_of(store)) == left
+
+
+@pytest.mark.parametrize(("request_number", "is_done"), [(1, False), (1, True), (3, True)])
+def test_a_back_that_is_killed_while_it_deletes_items_blames_no_program(
+    store: Chroma, monkeypatch: pytest.MonkeyPatch, request_number: int, is_done: bool
+) -> None:
+    carry(store.open(), TARGET, MAP, flip=True)
+    gone, left = MADE.ids[:120], set(MADE.ids[120:])
+    store.asked("POST", f"/{description(store)['id']}/delete", {"ids": gone})
+    monkeypatch.setattr(chroma, "_PAGE", 50)
+    remove, calls = chroma.ChromaCollection.remove, list[int]()
+
+    def killed(self: chroma.ChromaCollection, keys: Sequence[Any]) -> None:
+        calls.append(len(keys))
+        if is_done or len(calls) < request_number:
+            remove(self, keys)
+        if len(calls) == request_number:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(chroma.ChromaCollection, "remove", killed)
+        source_of(store).flip_back("docs_new")
+    assert names(store) == BOTH
+    # What a program writes is still found.
+    store.put("late", MADE.old[3])
+    with pytest.raises(InvalidInputError, match="hold the id of the old collection"):
+        source_of(store).flip_back("docs_new")
+    store.delete("late")
+    assert source_of(store).flip_back("docs_new") == 0
+    assert names(store) == {"docs"} and set(vectors_of(store)) == left
 
 
 @pytest.mark.parametrize("action", ["flip", "back"])

@@ -706,7 +706,7 @@ class ChromaSource(FlippingSource):
             return
         for window in original.windows(_PAGE):
             original.records(window)
-        if _sum(original) != compared:
+        if _sum(original) not in compared.split():
             raise InvalidInputError(
                 f"{self._name}: programs have written {original.name!r} since the flip, because "
                 f"they hold the id of the old collection; restart them. {way}"
@@ -744,6 +744,16 @@ class ChromaSource(FlippingSource):
                 f"Run it with --yes to delete the items that {self._name!r} does not have"
             )
         return super().flip_back(to, lose=lose)
+
+    def _remove_old(self, original: Collection, keys: Sequence[Any]) -> None:
+        # Noted before each request, so that a killed call is not taken for a program's deletion.
+        assert isinstance(original, ChromaCollection)
+        for first in range(0, len(keys), _PAGE):
+            some = keys[first : first + _PAGE]
+            sums = [_sum(original)]
+            original.subtract(some)
+            self._store.note(self._here.name, {"before": " ".join([*sums, _sum(original)])})
+            original.remove(some)
 
     def drop_old(self) -> None:
         """Delete the original after a flip; the flip cannot be undone then.
@@ -920,10 +930,7 @@ class ChromaCollection:
         records = self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
         if window.lower is None:
             self.sweep = 0
-        for one in records:
-            item = hashlib.sha256(f"{one.key} {one.digest}".encode()).hexdigest()
-            # The order of the items does not count.
-            self.sweep ^= int(item[:16], 16)
+        self._count(records)
         return records
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -1016,6 +1023,21 @@ class ChromaCollection:
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
 
+    def subtract(self, keys: Sequence[Any]) -> None:
+        """Take items out of `sweep`, as if they were deleted.
+
+        Args:
+            keys: ids; unknown ones are ignored.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        self._count(self.lookup(keys))
+
     def remove_items_with_lists(self) -> None:
         """Delete the items whose metadata have a list.
 
@@ -1099,6 +1121,12 @@ class ChromaCollection:
             at = bisect_left(self._ids, one)
             if self._ids[at : at + 1] != [one]:
                 self._ids.insert(at, one)
+
+    def _count(self, records: Iterable[Record]) -> None:
+        """Add items to the digest of the sweep, or take them out again; no order counts."""
+        for one in records:
+            item = hashlib.sha256(f"{one.key} {one.digest}".encode()).hexdigest()
+            self.sweep ^= int(item[:16], 16)
 
     def _list_ids(self) -> list[str]:
         """List all ids in order, in one request: pages would shift when others delete items."""

@@ -367,7 +367,7 @@ class FlippingSource(CopiedSource):
                 "run it with --yes to lose them"
             )
         if gone:
-            original.remove(gone)
+            self._remove_old(original, gone)
         self._store.note(copy.name, {_FLIP: _BACK})
         self._store.lead(self._name, original.name)
         if not lose:
@@ -375,6 +375,10 @@ class FlippingSource(CopiedSource):
         self._here = self._led = original
         self._store.drop(copy.name)
         return losses
+
+    def _remove_old(self, original: Collection, keys: Sequence[Any]) -> None:
+        """Delete items of the original that the copy does not have any more."""
+        original.remove(keys)
 
     def _refuse_writes_since(self, digests: NDArray[np.uint64], copy: Collection) -> None:
         """Let the name lead to the copy again if programs wrote it before the name led away.
