@@ -13,6 +13,7 @@ import pytest
 
 from bench.rivals import chroma as program
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.embedding.native_vectors import ColumnTexts, open_native_vectors
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -21,6 +22,7 @@ from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundErr
 from nobackfill.plugins import chroma
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Chroma
+from tests.adopt.models import text_model
 from tests.adopt.stores import MADE
 
 pytestmark = pytest.mark.scale
@@ -305,6 +307,24 @@ def killed(store: Chroma, after: int, action: str) -> bool:
         os._exit(0)
     finally:
         os._exit(1)
+
+
+def test_an_item_without_a_document_is_named_with_a_way_out(store: Chroma, tmp_path: Path) -> None:
+    source, model = store.open(), str(text_model(tmp_path / "m", 3))
+    for name in MADE.ids[:2]:
+        # An upsert alone would keep the document.
+        store.delete(name)
+        upsert(store, store.path, name, MADE.old[0])
+    maker = open_native_vectors(source, ColumnTexts(source, "document"), model=model)
+    target = maker.target("docs_new")
+    with pytest.raises(InvalidInputError, match=r"2 items .* Correct or delete these items"):
+        carry(source, target, maker, flip=True)
+    assert names(store) == {"docs", "docs_new"}
+    # An item without its vector is not possible in Chroma.
+    upsert(store, store.path, MADE.ids[0], MADE.old[0], documents=["w1 w2"])
+    store.delete(MADE.ids[1])
+    maker = open_native_vectors(source, ColumnTexts(source, "document"), model=model)
+    assert carry(source, target, maker, flip=True).total == 229
 
 
 def test_what_is_written_while_it_goes_back_is_not_lost(

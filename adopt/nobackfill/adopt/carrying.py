@@ -336,8 +336,8 @@ def _refuse_missing(name: str, missing: dict[str, str]) -> None:
         reasons = join_few(f"{item!r} ({why})" for item, why in missing.items())
         raise InvalidInputError(
             f"{name}: {len(missing)} items have an old vector and no new one: {reasons}. The other "
-            "items are written. Correct these items or clear their old vectors, and run the same "
-            "command again"
+            "items are written. Correct or delete these items, or clear their old vectors if the "
+            "store can, and run the same command again"
         )
 
 
