@@ -621,6 +621,22 @@ def test_a_second_folder_of_the_same_model_claims_nothing(
     same(vectors(connection), folder / "new", connection)
 
 
+def test_an_id_with_a_line_break_is_migrated_without_being_in_the_sample(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    connection.execute("DROP VIEW seen")
+    connection.execute("ALTER TABLE t ALTER id TYPE text")
+    for number, name in (("5", "a\nb"), ("6", "a\rb")):
+        connection.execute("UPDATE t SET id = %s WHERE id = %s", [name, number])
+    assert run(source, *START[:-1], str(COUNT), "--yes") == 0
+    assert "2 items whose id has a line break are left out" in capsys.readouterr().err
+    found = connection.execute("SELECT body, v::real[] FROM t").fetchall()
+    wanted = open_embedder(str(folder / "new/model.onnx")).embed([body for body, _ in found])
+    assert len(found) == COUNT
+    np.testing.assert_allclose([vector for _, vector in found], wanted, atol=1e-5)
+
+
 def test_what_searches_want_is_embedded_first_and_shown_to_them(
     documents: tuple[str, Connection, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

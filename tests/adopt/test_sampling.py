@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.pairs import (
+    encode_ids,
     inspect,
     measure_coverage,
     read_all,
@@ -123,3 +124,8 @@ def test_repeated_ids_and_vectors_are_noticed(tmp_path: Path) -> None:
     np.save(tmp_path / "g" / "ids.npy", np.arange(90) // 2)
     with pytest.raises(InvalidInputError, match="each id once, got '0', '1'"):
         sample_source(ArraySource(tmp_path / "g"), 20)
+
+
+def test_an_id_with_a_line_break_is_refused_with_a_way_out() -> None:
+    with pytest.raises(InvalidInputError, match=r"got 'b\\nc'. Choose another sample by --seed"):
+        encode_ids(["a", "b\nc"], "texts")

@@ -38,7 +38,7 @@ from nobackfill.adopt.embedding.vector_folder import (
 from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import format_duration
-from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
+from nobackfill.adopt.pairs import encode_ids, has_line_break, read_ids, sample_source
 from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_item_vectors
 from nobackfill.adopt.sources.source import (
     LONGEST_NAME_BYTES,
@@ -790,7 +790,11 @@ class Migration:
             wanted = [] if queries is None else queries.ids
             sampling = sample_source(inputs.source, count, wanted)
             _check_queries(plan, wanted, sampling.query_items, tell)
-            text = encode_ids(sampling.ids, plan.source)
+            # A line of the sample's file cannot hold them; their vectors are written all the same.
+            chosen = [item for item in sampling.ids if not has_line_break(item)]
+            if left_out := len(sampling.ids) - len(chosen):
+                tell(f"{left_out} items whose id has a line break are left out of the sample")
+            text = encode_ids(chosen, plan.source)
             durable.write_file(self._sample, text.encode(), 0o600)
         counter = _Counter(tell, self._check_pause)
         only = read_ids(self._sample)

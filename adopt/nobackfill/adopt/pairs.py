@@ -413,6 +413,11 @@ def _refuse_repeated(ids: Sequence[str], where: str) -> None:
         )
 
 
+def has_line_break(item: str) -> bool:
+    """Tell whether an id has a line break, so that `encode_ids` refuses it."""
+    return "\n" in item or "\r" in item
+
+
 def encode_ids(ids: Sequence[str], where: str) -> str:
     """Encode ids as text with one id in each line; an empty text without ids.
 
@@ -426,10 +431,11 @@ def encode_ids(ids: Sequence[str], where: str) -> str:
     Raises:
         InvalidInputError: An id contains a line break.
     """
-    if broken := next((name for name in ids if "\n" in name or "\r" in name), None):
+    if (broken := next(filter(has_line_break, ids), None)) is not None:
         raise InvalidInputError(
             f"{where}: expected ids without line breaks, because the sample is a file with one id "
-            f"in each line; got {broken!r}"
+            f"in each line; got {broken!r}. Choose another sample by --seed, or give this item "
+            "another id"
         )
     return "".join(f"{name}\n" for name in ids)
 
