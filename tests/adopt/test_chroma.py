@@ -15,6 +15,7 @@ from bench.rivals import chroma as program
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.native_vectors import ColumnTexts, open_native_vectors
 from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Reversible, Target
@@ -91,6 +92,7 @@ def test_names_are_exchanged_and_given_back(store: Chroma) -> None:
     with pytest.raises(InvalidInputError, match="of this map already"):
         store.open().open_target(Target("again", MAP.dims[1], MAP.digest))
     assert source_of(store).flip_state(MAP.digest) == "flipped"
+    assert source_of(store).count_vectors("docs_new") == 230
     # After the flip an item changes, one comes and one goes.
     led = f"/{description(store)['id']}"
     upsert(store, led, MADE.ids[7], MADE.new[0])
@@ -410,6 +412,29 @@ def test_an_exchange_that_is_killed_anywhere_continues_or_is_undone(
         if not more:
             break
     assert after >= 4 and not more
+
+
+def test_a_name_in_use_is_told_before_anything_is_embedded(store: Chroma, tmp_path: Path) -> None:
+    model = str(text_model(tmp_path / "m", 3))
+    address = f"chroma:http://{store.address}#docs"
+    request = MigrationPlan(address, model, column="document", count=100)
+    migration, lines = Migration(tmp_path / "work"), list[str]()
+    store.asked("POST", "", {"name": "docs_new"})
+    upsert(store, f"/{description(store, 'docs_new')['id']}", "foreign", MADE.new[0])
+    assert source_of(store).count_vectors("docs_new") == 0
+    with pytest.raises(AlreadyExistsError, match="a collection 'docs_new', but another one"):
+        migration.decide(request, lines.append)
+    store.asked("DELETE", "/docs_new")
+    store.asked("POST", "", {"name": "docs_before"})
+    with pytest.raises(InvalidInputError, match="'docs_before' exists already"):
+        migration.decide(request, lines.append)
+    assert not lines
+    store.asked("DELETE", "/docs_before")
+    migration.decide(request, lines.append)
+    assert lines and migration.status().rows == 0
+    carry(store.open(), TARGET, MAP, flip=True)
+    with pytest.raises(InvalidInputError, match="'docs_before' is left of an earlier flip"):
+        Migration(tmp_path / "other").decide(request, lines.append)
 
 
 def test_names_in_use_are_refused(store: Chroma) -> None:

@@ -39,6 +39,7 @@ from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import format_duration
 from nobackfill.adopt.pairs import encode_ids, has_line_break, read_ids, sample_source
+from nobackfill.adopt.sources.flipping import FlippingSource
 from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_item_vectors
 from nobackfill.adopt.sources.source import (
     LONGEST_NAME_BYTES,
@@ -224,8 +225,8 @@ class Migration:
             The verdict, line by line. The plan is then "decided", or "writing" as before.
 
         Raises:
-            AlreadyExistsError: The folder has another migration, or the table already has the new
-                model's vectors.
+            AlreadyExistsError: The folder has another migration, the table already has the new
+                model's vectors, or another collection has the name of the new vectors.
             PreconditionError: The migration in the folder is flipped or finished. The table's
                 comment no longer names a flip that was saved, or an alias leads elsewhere.
             InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
@@ -288,6 +289,10 @@ class Migration:
                     f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, as those of the new "
                     f"vectors add '_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
                 )
+            if isinstance(source, FlippingSource):
+                if obstacles := source.obstacles(Target(plan.to, 1, "")):
+                    raise InvalidInputError(f"{name}: it cannot flip: {'; '.join(obstacles)}")
+                source.refuse_other(plan.to)
             if former is not None and former.count != plan.count:
                 (self._sample).unlink(missing_ok=True)
             self._save(plan)

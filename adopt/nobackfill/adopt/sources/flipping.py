@@ -26,7 +26,7 @@ from nobackfill.adopt.sources.copied import (
     rows_of,
 )
 from nobackfill.adopt.sources.source import Rows, Target, Window
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.vectors import Vectors
 
 # Items that are compared at once; a store may read all for each window.
@@ -248,7 +248,7 @@ class FlippingSource(CopiedSource):
         return True
 
     def count_vectors(self, column: str) -> int:
-        """Count the items of a copy; 0 if there is no collection of this name.
+        """Count the items of a copy, also after the flip to it; 0 if there is no copy of this name.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -256,7 +256,26 @@ class FlippingSource(CopiedSource):
             BusyError: The server has too many requests.
             InvalidInputError: The server refuses the request.
         """
-        return self._store.open_collection(column).count() if self._store.exists(column) else 0
+        if not self._store.exists(column):
+            return 0
+        found = self._store.open_collection(column)
+        return found.count() if found.name == self._here.name or self._is_copy(found) else 0
+
+    def refuse_other(self, name: str) -> None:
+        """Raise AlreadyExistsError if a name for new vectors belongs to another collection.
+
+        Raises:
+            AlreadyExistsError: It does.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
+        """
+        if self._store.exists(name) and not self._is_copy(self._store.open_collection(name)):
+            raise AlreadyExistsError(
+                f"{self._name}: the new vectors go into a collection {name!r}, but another one of "
+                "this name exists; rename or delete it"
+            )
 
     def name_model(self, model: str) -> None:
         """Record the fingerprint of the model of the vectors; an earlier one is replaced.
