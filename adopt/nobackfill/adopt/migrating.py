@@ -605,7 +605,9 @@ class Migration:
         name = plan.to.removesuffix("_new")
         if self._source(plan).renames:
             return name, old_name_after_flip(name)
-        return plan.to, name
+        if plan.source.startswith("milvus:"):
+            return plan.to, name
+        return plan.to, plan.vector or ""
 
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.
