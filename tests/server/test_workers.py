@@ -54,7 +54,9 @@ class Dying(WorkerProcesses):
     """A worker that ends when it has carried half of each piece, and one that repeats it; what the
     first has written nobody tells."""
 
-    def migrate_pieces(self, work: UpgradeWork, pieces: Iterable[MigrationPiece]) -> Iterator[Labels]:
+    def migrate_pieces(
+        self, work: UpgradeWork, pieces: Iterable[MigrationPiece]
+    ) -> Iterator[Labels]:
         for piece in pieces:
             half = MigrationPiece(piece.labels[: len(piece.labels) // 2], piece.with_side)
             assert sum(map(len, super().migrate_pieces(work, [half]))) == len(half.labels)
