@@ -70,8 +70,9 @@ def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool =
             "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
         raise UnusableRowsError(
-            f"{error_name}: expected {expected} in every row; row {invalid[0]} and "
-            f"{len(invalid) - 1} more differ",
+            f"{error_name}: expected {expected} in every row; {len(invalid)} "
+            f"of {len(checked)} rows differ, the first is row {invalid[0]}: correct them, or leave "
+            "them out",
             invalid,
         )
     return checked

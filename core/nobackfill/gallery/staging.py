@@ -581,7 +581,8 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
     doubt = check_vectors(column, 1, error_name="uncertainties of an upgrade")[:, 0]
     if len(doubt) != rows:
         raise InvalidInputError(
-            f"uncertainties of an upgrade: expected {rows} rows, got {len(doubt)}"
+            f"uncertainties of an upgrade: expected one for each of {rows} upgraded vectors, got "
+            f"{len(doubt)}; return as many as vectors, or None"
         )
     return doubt
 

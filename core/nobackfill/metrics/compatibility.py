@@ -198,6 +198,6 @@ def _positive(value: float, what: str) -> float:
     if value <= 0:
         raise ValueError(
             f"{what}: expected a figure above 0, because another figure is divided by it, got "
-            f"{value}"
+            f"{value}; measure on images that these models find"
         )
     return value

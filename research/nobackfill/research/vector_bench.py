@@ -650,5 +650,5 @@ def read_bench(path: Path) -> BenchResults:
         where = ".".join(map(str, first["loc"]))
         raise InvalidInputError(
             f"{path}: expected results of compare.py --vectors, but {where or 'the file'}: "
-            f"{first['msg']}"
+            f"{first['msg']}; run compare.py --vectors again"
         ) from None

@@ -1398,7 +1398,7 @@ def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: s
         delegator.verify_delegate(kind.type, metadata.signed_bytes, metadata.signatures)
     except RepositoryError as error:
         raise VerificationError(
-            f"{name}: this metadata is not validly signed ({error}); restore it, or check that it "
-            "belongs to this publication"
+            f"{name}: this metadata is not validly signed ({error}); restore the file from a "
+            "backup of the publication, or check that it belongs to this publication"
         ) from error
     return signed

@@ -266,8 +266,8 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
         boxes = tuple(_box(truth["bbx"]) for truth in truths)
         positive, ignored = _SETUPS[difficulty]
         relevance = Relevance(
-            [_positions(truth, positive, len(gallery)) for truth in truths],
-            [_positions(truth, ignored, len(gallery)) for truth in truths],
+            [_positions(path, truth, positive, len(gallery)) for truth in truths],
+            [_positions(path, truth, ignored, len(gallery)) for truth in truths],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
@@ -400,13 +400,13 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
         ) from error
 
 
-def _positions(truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:
+def _positions(path: Path, truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:
     parts = [np.asarray(truth[kind], np.int64).reshape(-1) for kind in kinds]
     positions = np.unique(np.concatenate(parts))
     if len(positions) and not 0 <= positions[0] <= positions[-1] < size:
         raise InvalidInputError(
-            f"a ground truth names the gallery image {positions[-1]}, but there are only {size}; "
-            "download the ground truth again"
+            f"{path}: a ground truth names the gallery image {positions[-1]}, but there are only "
+            f"{size}; download the file again"
         )
     return positions
 

@@ -277,7 +277,9 @@ class ConsoleSessions:
             or time.monotonic() >= session.end
             or not secrets.compare_digest(cookie.encode(), session.cookie.encode())
         ):
-            raise UnauthenticatedError("log in with a token of this gateway")
+            raise UnauthenticatedError(
+                "no session, or it has ended: log in with a token of this gateway"
+            )
         return session.token
 
 
