@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
             staging.write_vectors(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
         with pytest.raises(InvalidInputError, match="rows"):
             staging.write_vectors(store, TWO, labels, vectors(3, 1))
-        with pytest.raises(InvalidInputError, match="uncertainties .* one for each of 2 upgraded"):
+        with pytest.raises(InvalidInputError, match="one for each of 2 upgraded"):
             doubt = np.ones(3, np.float32)
             staging.write_vectors(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
         with pytest.raises(IncompatibleSpaceError):
