@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -263,9 +264,21 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
                 "NOBACKFILL_TOKEN_FILE: expected a file with one token of printable ASCII, found "
                 "other content; store the token alone in the file"
             )
+        _hold_event_engine()
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
     return combine_channels([grpc.secure_channel(host, credentials, options) for host in hosts])
+
+
+@cache
+def _hold_event_engine() -> grpc.Channel:
+    """Return an idle channel that keeps gRPC's event engine until the process ends.
+
+    Closing the last channel waits for the engine's threads while it holds Python's lock. A thread
+    that forgets a token waits for that lock, so that the process would hang for ever
+    (https://github.com/grpc/grpc/pull/42247).
+    """
+    return grpc.insecure_channel("127.0.0.1:1")
 
 
 def _client_certificate() -> tuple[bytes | None, bytes | None]:
