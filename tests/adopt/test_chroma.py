@@ -213,7 +213,7 @@ def test_a_program_that_holds_the_old_id_loses_nothing_unseen(
     assert set(found) == {*MADE.ids, "late"} - {MADE.ids[9], MADE.ids[10]}
     for row, item in enumerate(late):
         np.testing.assert_allclose(found[item], MAP(MADE.old[50 + row][None])[0], atol=1e-5)
-    # What it writes after the flip is found before the old collection is dropped.
+    # Items that it writes after the flip are found before the old collection is dropped.
     store.put("later", MADE.old[3])
     with pytest.raises(InvalidInputError, match="written 'docs_before' since the flip"):
         source_of(store).drop_old()
@@ -375,7 +375,7 @@ def test_a_back_that_is_killed_while_it_deletes_items_blames_no_program(
         patch.setattr(chroma.ChromaCollection, "remove", killed)
         source_of(store).flip_back("docs_new")
     assert names(store) == BOTH
-    # What a program writes is still found.
+    # Items that a program writes are still found.
     store.put("late", MADE.old[3])
     with pytest.raises(InvalidInputError, match="hold the id of the old collection"):
         source_of(store).flip_back("docs_new")

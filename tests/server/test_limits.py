@@ -153,7 +153,7 @@ def _fill_the_watches(shared: Client, places: int) -> None:
 
 
 class _Context:
-    """What StallMonitor uses of a call's context."""
+    """The part of a call's context that StallMonitor uses."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
