@@ -118,10 +118,13 @@ def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
     store.client.create_collection("other", dimension=24)
     store.client.alter_alias("other", "live")
     for command in (migration.back, migration.finish, migration.status):
-        with pytest.raises(PreconditionError, match="it leads to 'other' now"):
+        with pytest.raises(PreconditionError, match="it leads to 'other' now") as refusal:
             command()
+        for collection in ("docs_new", "docs"):
+            assert f"client.alter_alias('{collection}', 'live')" in str(refusal.value)
     assert migration.plan().state == state
     store.client.alter_alias("docs_new", "live")
+    assert migration.vector_names() == ("docs_new", "docs")
     assert migration.back() == 0
     assert migration.plan().state == "taken back" and led_to(store) == "docs"
     assert set(store.client.list_collections()) == {"docs", "other"}

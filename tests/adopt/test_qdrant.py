@@ -346,9 +346,11 @@ def test_old_vectors_are_not_dropped_while_a_point_has_nothing_else(store: Qdran
 
 
 def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path: Path) -> None:
-    plan = MigrationPlan(f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="new")
+    plan = MigrationPlan(
+        f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="vector_new"
+    )
     (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
-    assert Migration(tmp_path).vector_names() == ("new", "vector")
+    assert Migration(tmp_path).vector_names() == ("vector_new", "vector")
 
 
 def test_an_alias_is_the_same_collection(store: Qdrant) -> None:

@@ -603,11 +603,7 @@ class Migration:
         """
         plan = self.plan()
         name = plan.to.removesuffix("_new")
-        if self._source(plan).renames:
-            return name, old_name_after_flip(name)
-        if plan.source.startswith("milvus:"):
-            return plan.to, name
-        return plan.to, plan.vector or ""
+        return (name, old_name_after_flip(name)) if self._source(plan).renames else (plan.to, name)
 
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.
@@ -723,20 +719,8 @@ class Migration:
         state = source.flip_state(plan.mark)
         if state in ("flipped", "finished"):
             return state
-        if (
-            state == "old"
-            and plan.source.startswith("milvus:")
-            and f"{source.flip_name}_new" != plan.to
-        ):
-            # The owner has moved the alias: the vectors of this migration are elsewhere.
-            alias = plan.source.rpartition("#")[2]
-            raise PreconditionError(
-                f"{alias}: it leads to {source.flip_name!r} now, which this migration has neither "
-                "read nor written, so nothing was changed. Let it lead to the new vectors again by "
-                f"client.alter_alias({plan.to!r}, {alias!r}), or to the old ones by "
-                f"client.alter_alias({plan.to.removesuffix('_new')!r}, {alias!r}), then run this "
-                "command again"
-            )
+        if state == "old" and isinstance(source, FlippingSource):
+            source.refuse_moved(plan.to)
         if plan.state == "writing":
             return "writing"
         if state == "old":

@@ -498,6 +498,10 @@ class ChromaStore:
             raise
         self._server.change(original, {"half": ""}, self.before)
 
+    def lead_command(self, name: str, collection: str) -> str:
+        """Return the Python call by which the owner gives the name to a collection."""
+        return f"client.get_collection({collection!r}).modify(name={name!r})"
+
     def _lead_back(self) -> None:
         led, original = self._server.find(self._name), self._server.find(self.before)
         if original is None:
@@ -578,8 +582,8 @@ class ChromaStore:
             "switch the queries to the new model; at the same moment give get_collection the new "
             f"model's embedding function and the name {new.name!r}, or `carry` with --flip, or "
             "swap the names:",
-            f"client.get_collection({old.name!r}).modify(name={old.name + '_before'!r})",
-            f"client.get_collection({new.name!r}).modify(name={old.name!r})",
+            self.lead_command(f"{old.name}_before", old.name),
+            self.lead_command(old.name, new.name),
         ]
 
     def close(self) -> None:

@@ -26,7 +26,12 @@ from nobackfill.adopt.sources.copied import (
     rows_of,
 )
 from nobackfill.adopt.sources.source import Rows, Target, Window
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionError,
+)
 from nobackfill.vectors import Vectors
 
 # Items that are compared at once; a store may read all for each window.
@@ -80,6 +85,9 @@ class FlippingStore(CollectionStore, Protocol):
             NotPermittedError: The server refuses the key.
             NotFoundError: There is no such name or collection.
         """
+
+    def lead_command(self, name: str, collection: str) -> str:
+        """Return the call of the store's client by which the owner does as `lead`."""
 
     def note(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts of a collection; the other facts stay (see `Collection.copy_facts`).
@@ -276,6 +284,28 @@ class FlippingSource(CopiedSource):
                 f"{self._name}: the new vectors go into a collection {name!r}, but another one of "
                 "this name exists; rename or delete it"
             )
+
+    def refuse_moved(self, to: str) -> None:
+        """Raise PreconditionError if the owner let the name lead away from a migration's vectors.
+
+        Call it where no flip is recorded: the name must lead to the original.
+
+        Args:
+            to: Name of the migration's copy, which begins with that of the original.
+
+        Raises:
+            PreconditionError: The name leads to a third collection.
+            InvalidInputError: The name cannot flip.
+        """
+        if f"{self.flip_name}_new" == to:
+            return
+        to_new = self._store.lead_command(self._name, to)
+        to_old = self._store.lead_command(self._name, to.removesuffix("_new"))
+        raise PreconditionError(
+            f"{self._name}: it leads to {self.flip_name!r} now, which this migration has neither "
+            f"read nor written, so nothing was changed. Let it lead to the new vectors again by "
+            f"{to_new}, or to the old ones by {to_old}, then run this command again"
+        )
 
     def name_model(self, model: str) -> None:
         """Record the fingerprint of the model of the vectors; an earlier one is replaced.

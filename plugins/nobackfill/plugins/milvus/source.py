@@ -523,6 +523,10 @@ class MilvusStore:
         """
         call_milvus(name, lambda: self._client.alter_alias(collection, name))
 
+    def lead_command(self, name: str, collection: str) -> str:
+        """Return the Python call by which the owner lets an alias lead to another collection."""
+        return f"client.alter_alias({collection!r}, {name!r})"
+
     def note(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts in a collection's properties; the other properties stay.
 
@@ -548,7 +552,7 @@ class MilvusStore:
             InvalidInputError: Milvus refuses the request otherwise.
             ConfigurationError: the process was forked after the first client was opened.
         """
-        others = [f"client.alter_alias({new.name!r}, {one!r})" for one in self._aliases(old.name)]
+        others = [self.lead_command(one, new.name) for one in self._aliases(old.name)]
         return [
             f"programs that open {old.name!r} by its own name still use the old vectors: let them "
             f"open {name!r}",
@@ -604,7 +608,7 @@ class MilvusStore:
             "switch the queries to the new model, and at the same moment:",
         ]
         aliases = self._aliases(old.name)
-        steps += [f"client.alter_alias({new.name!r}, {alias!r})" for alias in aliases]
+        steps += [self.lead_command(alias, new.name) for alias in aliases]
         if not aliases:
             steps.append(
                 f"search {new.name!r} in place of {old.name!r}; with an alias, "
