@@ -56,7 +56,7 @@ class ChromaServer:
     """A client of the HTTP API of a Chroma server, in one tenant and database.
 
     It sends the token of NOBACKFILL_CHROMA_TOKEN, if that is set. Nothing is sent before the first
-    request.
+    request. Every request may raise the errors of `send`.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
@@ -108,11 +108,6 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection; the error lists up to four others.
-            UnavailableError: the server does not answer within a minute, or answers with the status
-                500, 502, 503 or 504.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         description = self.find(name)
         if description is None:
@@ -128,13 +123,6 @@ class ChromaServer:
 
         Args:
             name: the collection's name.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute, or answers with the status
-                500, 502, 503 or 504.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         try:
             description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
@@ -156,9 +144,6 @@ class ChromaServer:
             NotFoundError: there is no such collection.
             UnavailableError: another collection has the name, the server does not answer within a
                 minute, or answers with the status 500, 502, 503 or 504.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         marks = {_MARK + fact: value for fact, value in facts.items()}
         metadata = {
@@ -180,11 +165,6 @@ class ChromaServer:
         Raises:
             AlreadyExistsError: the name is in use.
             NotFoundError: there is no such tenant or database.
-            UnavailableError: the server does not answer within a minute, or answers with the status
-                500, 502, 503 or 504.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
             ValueError, TypeError: `body` cannot be written as JSON.
         """
         self.send("POST", "", name, body)
@@ -197,11 +177,6 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute, or answers with the status
-                500, 502, 503 or 504.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         self.send("DELETE", f"/{_part(name)}", name)
 
@@ -314,8 +289,9 @@ class ChromaStore:
     While the copy has that name, the original is called NAME_before. The copy records its first
     name, by which `open_collection` finds it at any time.
 
-    Every method may raise UnavailableError, NotPermittedError, BusyError and InvalidInputError, by
-    the server's answer.
+    Every method that sends a request may also raise UnavailableError (the server does not answer
+    within a minute), NotPermittedError (it refuses the token), BusyError (it has too many requests)
+    and InvalidInputError (it refuses the request otherwise, or its answer is not JSON).
 
     Args:
         place: the server, as ChromaServer takes it.
@@ -335,10 +311,6 @@ class ChromaStore:
             NotFoundError: there is no such collection; the error names others.
             AlreadyExistsError: a flip was killed between its requests, and a program has created a
                 collection of its name since.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         description = self._find(name)
         if description is None:
@@ -391,10 +363,6 @@ class ChromaStore:
         Raises:
             AlreadyExistsError: a flip was killed between its requests, and a program has created a
                 collection of its name since.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return self._find(name) is not None
 
@@ -412,11 +380,7 @@ class ChromaStore:
         Raises:
             AlreadyExistsError: the name is in use.
             TypeError: `like` is no ChromaCollection.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
             NotFoundError: there is no such tenant or database.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
@@ -443,10 +407,6 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         description = self._find(collection)
         if description is None:
@@ -469,10 +429,6 @@ class ChromaStore:
             AlreadyExistsError: another collection is called NAME_before, or a program has created a
                 collection of the name between both requests.
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if collection in (name, self.before):
             self._lead_back()
@@ -516,9 +472,6 @@ class ChromaStore:
 
         Raises:
             UnavailableError: the server does not answer within a minute, or the name is in use.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if self._server.find(self._name) is None and (half := self._half()) is not None:
             self._server.change(half, {"half": ""}, self._name)
@@ -547,9 +500,6 @@ class ChromaStore:
                 collection of its name since.
             BusyError: another migration holds the lock, or the server has too many requests.
             CannotWriteError: the lock file cannot be created.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         here = self._find(self._name) or self._server.collection(self._name)
         original = self._server.find(self.before) if "name" in _facts(here) else None
@@ -562,10 +512,6 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ChromaCollection(self._server, self._server.collection(name)).remove_items_with_lists()
         self._server.drop(name)
@@ -594,7 +540,8 @@ class ChromaStore:
 class ChromaSource(FlippingSource):
     """A collection of a Chroma server whose name can flip to a copy of it.
 
-    A flip that was killed between its two requests is undone by the next call that writes.
+    A flip that was killed between its two requests is undone by the next call that writes. Every
+    method that sends a request may also raise the errors of a ChromaStore.
 
     Args:
         store: the store.
@@ -627,12 +574,6 @@ class ChromaSource(FlippingSource):
 
         Args:
             target: ignored: every copy has the same obstacles.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         before = self._store.before
         if self._led is not self._here or not self._store.exists(before):
@@ -660,9 +601,6 @@ class ChromaSource(FlippingSource):
             BusyError: another migration holds the lock, or the server has too many requests.
             CannotWriteError: the lock file cannot be created.
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         with super().migration_lock() as check:
             self._store.repair()
@@ -675,10 +613,7 @@ class ChromaSource(FlippingSource):
             AlreadyExistsError: the name belongs to another collection, or to a copy by another map.
             InvalidInputError: the collection holds the vectors of this map already, or the server
                 refuses the request.
-            UnavailableError: the server does not answer within a minute.
             NotFoundError: the collection was dropped.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
         """
         self._store.repair()
         place = super().open_target(target)
@@ -693,9 +628,6 @@ class ChromaSource(FlippingSource):
         Raises:
             InvalidInputError: a flip was killed, and programs wrote items into the copy since it
                 began; or the server refuses the request.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
             NotFoundError: the copy was dropped meanwhile.
         """
         self._store.repair()
@@ -733,9 +665,6 @@ class ChromaSource(FlippingSource):
             NotFoundError: there is no original, or the name does not lead to `to`.
             InvalidInputError: items were written since the flip, and `lose` is False; nothing is
                 changed. Or `drop_old` was killed; or the server refuses the request.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
         """
         original = self._original()
         if original is not None and _DROPPING in original.copy_facts:
@@ -765,9 +694,6 @@ class ChromaSource(FlippingSource):
         Raises:
             NotFoundError: there is no original.
             InvalidInputError: programs wrote it since the flip; or the server refuses the request.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
         """
         self._refuse_late_items(
             f"Put the items that they wrote into {self._name!r} by the new model, then delete the "
@@ -809,9 +735,9 @@ def _sum(collection: Collection) -> str:
 class ChromaCollection:
     """A collection of a Chroma server; its items have one vector each.
 
-    The API has no ranges of ids, so all ids are listed at the start of a sweep. Every method may
-    raise UnavailableError, NotPermittedError, BusyError, NotFoundError (the collection was
-    dropped) and InvalidInputError, by the server's answer.
+    The API has no ranges of ids, so all ids are listed at the start of a sweep. Every method that
+    sends a request may also raise NotFoundError (the collection was dropped) and the errors of a
+    ChromaStore.
 
     Attributes:
         name: the collection's name.
@@ -862,10 +788,6 @@ class ChromaCollection:
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support, or the server
                 refuses the request otherwise.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
@@ -874,15 +796,7 @@ class ChromaCollection:
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:
-        """Count the items.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
-        """
+        """Count the items."""
         return int(self._request("GET", "/count"))
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -895,13 +809,6 @@ class ChromaCollection:
 
         Args:
             rows: the size of a window, at least 1; all but the last have exactly this many ids.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ids = self._list_ids()
         lower = None
@@ -925,10 +832,6 @@ class ChromaCollection:
         Raises:
             InvalidInputError: an item has a metadata key called document or uri, or the server
                 refuses the request otherwise.
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
         """
         ids = self._ids_in(window)
         records = self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
@@ -944,13 +847,6 @@ class ChromaCollection:
 
         Args:
             window: ids above `lower` and up to `upper`, as `records` reads it.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ids = self._ids_in(window)
         digests: dict[Any, str] = {}
@@ -969,13 +865,6 @@ class ChromaCollection:
 
         Returns:
             A set of ids.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return {one.key for one in self._read(list(keys), [])}
 
@@ -988,13 +877,6 @@ class ChromaCollection:
             records: n items; none: nothing is sent. Their documents, URIs, metadata and digests are
                 stored.
             vectors: float32 [n, dim], in place of their own.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         for first in range(0, len(records), _PAGE):
             some = records[first : first + _PAGE]
@@ -1016,13 +898,6 @@ class ChromaCollection:
         """Delete items by id; unknown ids are ignored.
 
         They go in requests of 500, and earlier ones stay after an error.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
@@ -1032,13 +907,6 @@ class ChromaCollection:
 
         Args:
             keys: ids; unknown ones are ignored.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         self._count(self.lookup(keys))
 
@@ -1047,13 +915,6 @@ class ChromaCollection:
 
         Chroma forgets to delete lists with their collection (chroma-core/chroma#7594): items that
         are written later, into any collection, would get them.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ids = self._list_ids()
         for first in range(0, len(ids), _PAGE):
@@ -1069,13 +930,6 @@ class ChromaCollection:
 
         Args:
             ids: ids; none: no request is sent.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
 
@@ -1090,13 +944,6 @@ class ChromaCollection:
 
         Returns:
             Ids; empty if the collection had never had an item when it was opened.
-
-        Raises:
-            UnavailableError: the server does not answer within a minute.
-            NotPermittedError: the server refuses the token.
-            BusyError: the server has too many requests.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if self._dim is None:
             return []

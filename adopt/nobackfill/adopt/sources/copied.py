@@ -104,7 +104,7 @@ def _axes(dim: int) -> NDArray[np.float64]:
 class Collection(Protocol):
     """One collection of a store, as the client of the store reads and writes it.
 
-    Every method may raise UnavailableError (the server does not answer), NotPermittedError (it
+    Every method may also raise UnavailableError (the server does not answer), NotPermittedError (it
     refuses the key), BusyError (it has too many requests), NotFoundError (the collection was
     deleted) and InvalidInputError (it refuses the request).
     """
@@ -127,47 +127,21 @@ class Collection(Protocol):
         Raises:
             InvalidInputError: The metric is not supported, or the field of vectors cannot be
                 chosen.
-            BusyError: The server has too many requests.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
         """
 
     def count(self) -> int:
-        """Count the items.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Count the items."""
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of about `rows` items; the last one has no upper end.
 
         An empty collection gives one window.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window in the order of their keys.
 
         Items without a vector are left out.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -176,25 +150,10 @@ class Collection(Protocol):
         Returns:
             Notes as `Record.note` makes them; earlier versions noted the item's digest alone.
             Items without a vector may be among them. Empty for a window without items.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the keys that the collection has.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Return those of the keys that the collection has."""
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         """Upsert copies of items, with their digests and other vectors. It returns once the store
@@ -208,11 +167,6 @@ class Collection(Protocol):
 
         Raises:
             CannotWriteError: The store's disk is full, or it cannot be written.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -221,25 +175,13 @@ class Collection(Protocol):
         No keys delete nothing.
 
         Raises:
-            UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by their keys as text, in any order; unknown ids are left out.
 
         A repeated id may come twice.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -247,18 +189,15 @@ class Collection(Protocol):
 
         Raises:
             InvalidInputError: The query has another dimension.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
 
 
 class CollectionStore(Protocol):
     """A store of collections, as its client reads and writes it.
 
-    Every method may raise UnavailableError (the server does not answer), NotPermittedError (it
-    refuses the key) and BusyError (it has too many requests).
+    Every method may also raise UnavailableError (the server does not answer), NotPermittedError (it
+    refuses the key), BusyError (it has too many requests) and InvalidInputError (it refuses the
+    request).
     """
 
     def open_collection(self, name: str) -> Collection:
@@ -266,21 +205,11 @@ class CollectionStore(Protocol):
 
         Raises:
             NotFoundError: There is no such collection.
-            UnavailableError: The server does not answer.
             InvalidInputError: The collection cannot be used, as without a single field of vectors.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
 
     def exists(self, name: str) -> bool:
-        """Tell whether a collection or an alias of this name exists.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Tell whether a collection or an alias of this name exists."""
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of `like`.
@@ -293,9 +222,6 @@ class CollectionStore(Protocol):
         Raises:
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
             AlreadyExistsError: Another program made a collection of this name meanwhile.
         """
 
@@ -305,11 +231,7 @@ class CollectionStore(Protocol):
         The name is that of a collection, not an alias.
 
         Raises:
-            UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -328,8 +250,8 @@ class CollectionStore(Protocol):
 class CopiedSource:
     """The Source of a collection whose new vectors go into a second collection of its store.
 
-    Every method may also raise UnavailableError, NotPermittedError, BusyError and, if the
-    collection was deleted meanwhile, NotFoundError.
+    Every method may also raise the errors of a Collection. A method names one of them only where it
+    has a further reason.
 
     Args:
         store: The store.
@@ -352,23 +274,11 @@ class CopiedSource:
         Raises:
             InvalidInputError: The metric is not supported, or the field of vectors cannot be
                 chosen.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         return self._here.facts()
 
     def count(self) -> int:
-        """Count the items of the collection.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Count the items of the collection."""
         return self._here.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -378,13 +288,6 @@ class CopiedSource:
 
         Args:
             rows: At least 1.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         return self._here.windows(rows)
 
@@ -393,10 +296,6 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         return rows_of(self._here.records(window), self._here.name)
 
@@ -405,13 +304,6 @@ class CopiedSource:
 
         An unknown name gives no values. A value counts as empty if it is None or "". Values come in
         the order in which the store reads the window.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -431,9 +323,6 @@ class CopiedSource:
         Raises:
             NotFoundError: There is no such copy. The collection was deleted.
             InvalidInputError: The query has another dimension.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
@@ -445,10 +334,6 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         return rows_of(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
@@ -456,13 +341,6 @@ class CopiedSource:
         """Read a value of items as text, by id; items without it are left out.
 
         Unknown ids are left out, and so are empty values.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -481,10 +359,6 @@ class CopiedSource:
                 Another program made a collection of the name meanwhile.
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         return CollectionCopy(self._store, self._here, self._open_copy(target))
 
@@ -516,10 +390,6 @@ class CopiedSource:
 
         Raises:
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
             NotFoundError: The copy was deleted meanwhile.
         """
         if not self._store.exists(name):
@@ -534,6 +404,8 @@ class CopiedSource:
 
 class CollectionCopy:
     """The TargetVectors of a CopiedSource: the copy of a collection, with new vectors.
+
+    Every method may also raise the errors of a Collection, for the original or the copy.
 
     Args:
         store: The store.
@@ -555,11 +427,7 @@ class CollectionCopy:
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions; stale
                 copies are deleted already. The server refuses the request.
-            UnavailableError: The server does not answer.
             CannotWriteError: A copy cannot be deleted.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         return rows_of(self._left(window), self._source.name)
 
@@ -590,11 +458,6 @@ class CollectionCopy:
 
         Raises:
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
@@ -609,10 +472,6 @@ class CollectionCopy:
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions. The
                 server refuses the request.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
@@ -622,11 +481,7 @@ class CollectionCopy:
         """Count the items of the copy, also those of writers.
 
         Raises:
-            UnavailableError: The server does not answer.
             NotFoundError: The copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         return self._copy.count()
 

@@ -53,28 +53,16 @@ class FlippingStore(CollectionStore, Protocol):
         Args:
             name: The name that was opened.
             collection: The collection that it leads to.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
         """
 
     def complete(self, copy: Collection, like: Collection) -> None:
-        """Make what a killed `make` has left out of a copy.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            InvalidInputError: The server refuses the request.
-        """
+        """Make what a killed `make` has left out of a copy."""
 
     def settle(self, copy: Collection) -> None:
         """Wait until searches of the copy are as fast as they will be.
 
         Raises:
             BusyError: The store still builds an index.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
         """
 
     def lead(self, name: str, collection: str) -> None:
@@ -82,7 +70,6 @@ class FlippingStore(CollectionStore, Protocol):
 
         Raises:
             UnavailableError: The server does not answer; the name may lead to it already.
-            NotPermittedError: The server refuses the key.
             NotFoundError: There is no such name or collection.
         """
 
@@ -93,18 +80,11 @@ class FlippingStore(CollectionStore, Protocol):
         """Record facts of a collection; the other facts stay (see `Collection.copy_facts`).
 
         Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
             NotFoundError: There is no such collection.
         """
 
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
-        """Return sentences that name the owner's tasks after a flip; empty if there are none.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-        """
+        """Return sentences that name the owner's tasks after a flip; empty if there are none."""
 
     def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of a collection out, as `Reversible.migration_lock` does.
@@ -118,7 +98,8 @@ class FlippingStore(CollectionStore, Protocol):
 class FlippingSource(CopiedSource):
     """A CopiedSource whose name can flip to the copy; a WarningSource and Reversible.
 
-    During a flip that was killed, the source is still the original.
+    During a flip that was killed, the source is still the original. Every method may also raise
+    the errors of a Collection.
 
     Args:
         store: The store.
@@ -174,11 +155,6 @@ class FlippingSource(CopiedSource):
 
         Args:
             target: Ignored: every copy has the same obstacles.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            InvalidInputError: The server refuses the request.
         """
         sentences = self._store.obstacles(self._name, self._here)
         if (original := self._original()) is not None:
@@ -200,10 +176,6 @@ class FlippingSource(CopiedSource):
             InvalidInputError: The collection holds the vectors of this map already. The store
                 refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         if self._here.copy_facts.get("map") == target.mark:
             raise InvalidInputError(
@@ -233,9 +205,6 @@ class FlippingSource(CopiedSource):
             InvalidInputError: A flip was killed, and programs wrote items into the copy since it
                 began. The server refuses the request.
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
             NotFoundError: The copy was deleted meanwhile.
         """
         if not self._store.exists(name):
@@ -256,14 +225,7 @@ class FlippingSource(CopiedSource):
         return True
 
     def count_vectors(self, column: str) -> int:
-        """Count the items of a copy, also after the flip to it; 0 if there is no copy of this name.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Count the items of a copy, also after the flip to it; 0 if no copy has this name."""
         if not self._store.exists(column):
             return 0
         found = self._store.open_collection(column)
@@ -274,10 +236,6 @@ class FlippingSource(CopiedSource):
 
         Raises:
             AlreadyExistsError: It does.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         if self._store.exists(name) and not self._is_copy(self._store.open_collection(name)):
             raise AlreadyExistsError(
@@ -308,14 +266,7 @@ class FlippingSource(CopiedSource):
         )
 
     def name_model(self, model: str) -> None:
-        """Record the fingerprint of the model of the vectors; an earlier one is replaced.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            NotFoundError: The collection was deleted.
-        """
+        """Record the fingerprint of the model of the vectors; an earlier one is replaced."""
         self._store.note(self._here.name, {"model": model})
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
@@ -329,14 +280,7 @@ class FlippingSource(CopiedSource):
         return self._store.lock((self._original() or self._here).name)
 
     def read_migration_mark(self, column: str) -> str | None:
-        """Return the digest of the map of a copy; None for any other name, and after a flip to it.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
-        """
+        """Return the digest of the map of a copy; None after a flip to it, and for other names."""
         if not self._store.exists(column):
             return None
         found = self._store.open_collection(column)
@@ -357,12 +301,6 @@ class FlippingSource(CopiedSource):
 
         Args:
             mark: Digest of the map of the new vectors.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         original = self._original()
         if self.flip_mark() != mark:
@@ -387,10 +325,7 @@ class FlippingSource(CopiedSource):
             NotFoundError: There is no original, or the name does not lead to `to`.
             InvalidInputError: Items were written since the flip, also during this call, and `lose`
                 is False; the name leads to the copy then. The server refuses the request.
-            UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         copy, original = self._here, self._original()
         if original is None or copy.name != to:
@@ -459,9 +394,6 @@ class FlippingSource(CopiedSource):
             NotFoundError: There is no original.
             InvalidInputError: Another name leads to it, or the server refuses the request.
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         if (original := self._original()) is None:
             raise NotFoundError(f"{self._name}: it has no old vectors to drop")
@@ -472,6 +404,8 @@ class FlippingSource(CopiedSource):
 
 class FlippingCopy(CollectionCopy):
     """The Flippable of a FlippingSource.
+
+    Every method may also raise the errors of a Collection, for the original or the copy.
 
     Args:
         store: The store.
@@ -504,11 +438,7 @@ class FlippingCopy(CollectionCopy):
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions; stale
                 copies are deleted already. The server refuses the request.
-            UnavailableError: The server does not answer.
             CannotWriteError: A copy cannot be deleted.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         windows = self._source.windows(_PAGE) if window == Window() else [window]
         records = [one for some in windows for one in self._left(some)]
@@ -534,10 +464,6 @@ class FlippingCopy(CollectionCopy):
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions. The
                 server refuses the request.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
         """
         rows = super().read(window)
         if self._copy.copy_facts.get(_FLIP) != _BEGUN:
@@ -559,11 +485,6 @@ class FlippingCopy(CollectionCopy):
 
         Raises:
             CannotWriteError: The store cannot be written.
-            UnavailableError: The server does not answer.
-            NotFoundError: The collection or its copy was deleted.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
-            InvalidInputError: The server refuses the request.
         """
         if self._known is not None and len(rows):
             keys = [one.key for one in rows.keys if isinstance(one, Record)]
@@ -584,8 +505,6 @@ class FlippingCopy(CollectionCopy):
 
         Raises:
             BusyError: The store still builds an index.
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
         """
         self._store.settle(self._copy)
         return nullcontext()
@@ -598,11 +517,7 @@ class FlippingCopy(CollectionCopy):
         is repeated.
 
         Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-            BusyError: The server has too many requests.
             NotFoundError: The collection, its copy or the name was deleted.
-            InvalidInputError: The server refuses the request.
         """
         copy, source = self._copy.name, self._source.name
         self._known = self._copied()
@@ -631,12 +546,7 @@ class FlippingCopy(CollectionCopy):
         return np.concatenate(parts)
 
     def owner_tasks(self) -> list[str]:
-        """Return sentences that name the owner's tasks after the flip.
-
-        Raises:
-            UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the key.
-        """
+        """Return sentences that name the owner's tasks after the flip."""
         return self._store.owner_tasks(self._name, self._source, self._copy)
 
 

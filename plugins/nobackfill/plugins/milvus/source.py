@@ -331,8 +331,9 @@ def open_collection(place: str, collection: str, vector: str | None) -> Flipping
 class MilvusStore:
     """The collections of a Milvus server, or of a file of milvus-lite.
 
-    Every method may raise UnavailableError, NotPermittedError, NotFoundError and InvalidInputError,
-    by Milvus' answer.
+    Every method that asks Milvus may also raise UnavailableError (it does not answer within a
+    minute), NotPermittedError (it refuses the token), InvalidInputError (it refuses the request
+    otherwise) and ConfigurationError (the process was forked after the first client was opened).
 
     Args:
         place: the server or file, as `open_client` takes it.
@@ -361,9 +362,6 @@ class MilvusStore:
             NotFoundError: there is no such collection; the error names others.
             InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
                 or Milvus refuses the call otherwise.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         if not self.exists(name):
             names = join_few(call_milvus(name, self._client.list_collections))
@@ -373,14 +371,7 @@ class MilvusStore:
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
-        """Return whether a collection or an alias has this name.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
-        """
+        """Return whether a collection or an alias has this name."""
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
@@ -398,10 +389,7 @@ class MilvusStore:
             TypeError: `like` is no MilvusCollection.
             InvalidInputError: the name is in use, or is not valid; or Milvus refuses the request
                 otherwise.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: the existing collection was dropped.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
@@ -426,11 +414,7 @@ class MilvusStore:
 
         Raises:
             TypeError: `like` is no MilvusCollection.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: one of the collections was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
@@ -455,11 +439,7 @@ class MilvusStore:
 
         Raises:
             BusyError: Milvus still builds the index.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: the copy was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         name, field = copy.name, self.open_collection(copy.name).vector
         call_milvus(name, lambda: self._client.flush(name))
@@ -479,10 +459,7 @@ class MilvusStore:
 
         Raises:
             TypeError: `collection` is no MilvusCollection.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: the collection was dropped.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         sentences, own = [], collection.name
         if name == own:
@@ -515,11 +492,8 @@ class MilvusStore:
         """Let an alias lead to another collection, in one step.
 
         Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: there is no such collection.
             InvalidInputError: there is no such alias, or Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         call_milvus(name, lambda: self._client.alter_alias(collection, name))
 
@@ -531,11 +505,7 @@ class MilvusStore:
         """Record facts in a collection's properties; the other properties stay.
 
         Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: there is no such collection.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         call_milvus(
             collection,
@@ -546,11 +516,7 @@ class MilvusStore:
         """Return the owner's tasks after an alias has flipped, as sentences and Python calls.
 
         Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: the old collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         others = [self.lead_command(one, new.name) for one in self._aliases(old.name)]
         return [
@@ -579,9 +545,6 @@ class MilvusStore:
         Raises:
             InvalidInputError: an alias leads to it, or Milvus refuses the request otherwise.
             NotFoundError: there is no such collection.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         if aliases := self._aliases(name):
             raise InvalidInputError(
@@ -596,11 +559,7 @@ class MilvusStore:
         The old collection's aliases are read, and nothing is changed.
 
         Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
             NotFoundError: the old collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         steps = [
             "stop all writers, or let every writer put to both collections, to the new one by the "
@@ -629,8 +588,8 @@ class MilvusStore:
 class MilvusCollection:
     """A collection of Milvus; reads see all earlier writes.
 
-    Every method may raise UnavailableError, NotPermittedError, NotFoundError and InvalidInputError,
-    by Milvus' answer.
+    Every method that asks Milvus may also raise NotFoundError (the collection was dropped) and the
+    errors of a MilvusStore.
 
     Attributes:
         name: the collection's name, also if it was opened by an alias.
@@ -703,10 +662,6 @@ class MilvusCollection:
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support, or Milvus
                 refuses the request otherwise.
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         kind = str(index_of(self._client, self.name, self.vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self.vector))
@@ -714,15 +669,7 @@ class MilvusCollection:
         return Facts(f"{self.name}.{self.vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
-        """Count the items; a copy without an index of its vectors, which cannot be read, has none.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
-        """
+        """Count the items; 0 for a copy without an index of its vectors, which cannot be read."""
         if self.copy_facts and not index_of(self._client, self.name, self.vector):
             return 0
         return int(self._query("", ["count(*)"])[0]["count(*)"])
@@ -738,13 +685,6 @@ class MilvusCollection:
 
         Yields:
             Windows of keys, without the lower end and with the upper one.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         each = min(rows, self._at_once)
         keys = sorted(self._keys())
@@ -783,13 +723,6 @@ class MilvusCollection:
         Args:
             window: keys above `lower` and up to `upper`. A large window is read in several
                 requests.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._range(window), [self._key])
         keys = sorted(one[self._key] for one in results)
@@ -811,13 +744,6 @@ class MilvusCollection:
 
         Empty if there is only the default one, or if Milvus chooses the partition of an item.
         Otherwise the default one is among them.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         # With a partition key, Milvus alone chooses the partition of an item.
         if self._by_key:
@@ -830,13 +756,6 @@ class MilvusCollection:
 
         Args:
             window: keys above `lower` and up to `upper`.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._range(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
@@ -846,13 +765,6 @@ class MilvusCollection:
 
         Args:
             keys: keys in the collection's own type; none: no request is sent.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
@@ -871,13 +783,6 @@ class MilvusCollection:
             records: n items; none: nothing is sent. Their fields, partitions and digests are
                 stored.
             vectors: float32 [n, dim], in place of their own; IndexError for fewer than n.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         parts = dict.fromkeys(one.partition for one in records)
         for partition in parts:
@@ -906,13 +811,6 @@ class MilvusCollection:
         """Delete items by key; unknown keys are ignored.
 
         They go in requests of 1,000, and earlier ones stay after an error.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -925,13 +823,6 @@ class MilvusCollection:
         in another spelling, such as 01, is unknown.
 
         Earlier writes are visible. An id that is given twice may come twice.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
         results: list[Record] = []
@@ -950,13 +841,6 @@ class MilvusCollection:
         Args:
             vector: float32 [dim].
             count: the most ids to return, 1 to 16,384.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
         """
         self._load()
         results = call_milvus(
