@@ -143,6 +143,14 @@ def test_pages_bring_every_item_once_in_order(engine: Engine, size: int) -> None
         assert pages(store, size, allowed, least_certain=True) == expected
 
 
+@pytest.mark.parametrize("least_certain", [False, True])
+def test_a_page_of_no_items_is_refused(engine: Engine, least_certain: bool) -> None:
+    store = filled(engine, 3)
+    for limit in (0, -1):
+        with pytest.raises(InvalidInputError, match=f"at least 1 item, got {limit}"):
+            store.list_page(ONE, limit, least_certain=least_certain)
+
+
 def test_items_are_described_and_deleted_by_filter(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

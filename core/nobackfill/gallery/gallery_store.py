@@ -192,6 +192,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             page may be empty, or shorter than `limit`, although another one follows.
 
         Raises:
+            InvalidInputError: `limit` is below 1.
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.

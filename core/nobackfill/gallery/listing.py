@@ -59,6 +59,12 @@ class ListingPosition:
         return place
 
 
+def check_page_limit(limit: int) -> None:
+    """Raise InvalidInputError unless the largest number of items of a page is at least 1."""
+    if limit < 1:
+        raise InvalidInputError(f"limit of a page: expected at least 1 item, got {limit}")
+
+
 def read_items_page(
     store: Store,
     space: str,
@@ -96,8 +102,7 @@ def read_items_page(
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
     """
-    if limit < 1:
-        raise InvalidInputError(f"limit of a page: expected at least 1 item, got {limit}")
+    check_page_limit(limit)
     if least_certain:
         places = _least_certain(store, space, limit, start_after, matches)
     else:

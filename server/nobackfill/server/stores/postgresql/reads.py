@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import ListingPosition, MetadataGroup, build_metadata_group
+from nobackfill.gallery.listing import (
+    ListingPosition,
+    MetadataGroup,
+    build_metadata_group,
+    check_page_limit,
+)
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, plan_side_passes
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
@@ -436,12 +441,14 @@ class Reads:
             full last page has a position, too; the page after it is empty.
 
         Raises:
+            InvalidInputError: `limit` is below 1.
             IncompatibleSpaceError: the gallery does not have the space.
             GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
+        check_page_limit(limit)
         condition = _condition(matches)
         if least_certain:
             table = self._table(space)
