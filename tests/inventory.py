@@ -70,7 +70,10 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client pull": (f"{_CLIENT}.vault.transfer:PullReport.as_json",),
     "edge-client push": (f"{_CLIENT}.vault.transfer:PushReport.as_json",),
     "edge-client remove": (f"{_CLIENT}.maintenance:remove",),
-    "edge-client report": (f"{_CLIENT}.sync:record_sync", f"{_CLIENT}.cli.releases:report"),
+    "edge-client report": (
+        f"{_CLIENT}.sync:record_sync",
+        f"{_CLIENT}.cli.releases:send_sync_report",
+    ),
     "edge-client rescue": (f"{_CLIENT}.maintenance:rescue",),
     "edge-client rollback": (f"{_CLIENT}.cli.releases:rollback",),
     "edge-client search": (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nobackfill.client.cli.galleries import pair
+from nobackfill.client.cli.galleries import parse_key_value
 from nobackfill.client.conditions import parse_conditions
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
@@ -77,7 +77,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 def test_values_are_told_from_text() -> None:
     pairs = ["a=5", "b=5.5", "c=nan", "d=1e999", "e=true", "f=True", "g=1" + "0" * 5000, "h=x=y"]
-    found = dict(map(pair, pairs))
+    found = dict(map(parse_key_value, pairs))
     whole = found["a"], found["b"], found["e"]
     assert [type(value) for value in whole] == [int, float, bool]
     expected = {"a": 5, "b": 5.5, "c": "nan", "d": "1e999", "e": True, "f": "True"}

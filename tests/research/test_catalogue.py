@@ -101,11 +101,11 @@ def _features(names: frozenset[Path | FeatureViews]) -> set[FeatureViews]:
 
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:
     rows = {row.name: row for row in rows_of(place(tmp_path), tuple(GROUPS))}
-    assert rows["bct"].new.values["seed"] == rows["independent"].new.values["seed"]
-    assert rows["bct"].old == rows["dmu"].old == rows["fct_simclr"].old
+    assert rows["bct"].new_run.values["seed"] == rows["independent"].new_run.values["seed"]
+    assert rows["bct"].old_run == rows["dmu"].old_run == rows["fct_simclr"].old_run
     other = replace(place(tmp_path), seed=1)
-    seeds = {row.new.values["seed"] for row in rows_of(other, ("bct_family",))}
-    assert seeds.isdisjoint({row.new.values["seed"] for row in rows.values()})
+    seeds = {row.new_run.values["seed"] for row in rows_of(other, ("bct_family",))}
+    assert seeds.isdisjoint({row.new_run.values["seed"] for row in rows.values()})
 
 
 @pytest.mark.parametrize("kind", ["alternate", "mixup"])
@@ -119,8 +119,8 @@ def test_an_alternate_old_model_is_the_old_one_but_for_its_seed(tmp_path: Path, 
 
 
 def test_multi_crop_is_a_row_where_the_presets_own_simclr_has_none(tmp_path: Path) -> None:
-    crops = rows_of(place(tmp_path), ["fct_multicrop"])[0].side
-    plain = rows_of(place(tmp_path), ["fct_simclr"])[0].side
+    crops = rows_of(place(tmp_path), ["fct_multicrop"])[0].side_run
+    plain = rows_of(place(tmp_path), ["fct_simclr"])[0].side_run
     assert crops is not None and plain is not None
     changed = {key for key in crops.values if crops.values[key] != plain.values.get(key)}
     assert changed == {"run_dir", "small_crops"}
@@ -132,13 +132,13 @@ def test_new_models_go_on_from_one_shared_warm_up(tmp_path: Path) -> None:
     split = CIFAR100_CPU.splits[0]
     here = ComparisonPlace(CIFAR100_CPU, split, 0, tmp_path / "data", tmp_path / "runs")
     rows = rows_of(here, ("core",))
-    new = {row.new.folder: row.new for row in rows}
+    new = {row.new_run.folder: row.new_run for row in rows}
     assert {folder.name for folder in new} == {"new", "bct", "bct_sys", "unibct", "dmu"}
     assert len({run.values["init"] for run in new.values()}) == 1
     assert {run.values["epochs"] for run in new.values()} == {5}
     # The old model has nothing to share.
-    assert "init" not in rows[0].old.values and rows[0].old.values["epochs"] == 13
-    assert "init" not in rows_of(place(tmp_path), ("bct",))[0].new.values
+    assert "init" not in rows[0].old_run.values and rows[0].old_run.values["epochs"] == 13
+    assert "init" not in rows_of(place(tmp_path), ("bct",))[0].new_run.values
 
 
 def test_claims_name_rows_that_exist(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_ranges_leave_the_other_classes_out(tmp_path: Path) -> None:
             (tmp_path / part / name / "1.png").touch()
     place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path / "runs")
     row = rows_of(place, ("independent",))[0]
-    of_two = replace(row, old=TrainingRun({**row.old.values, "classes": 2}))
+    of_two = replace(row, old_run=TrainingRun({**row.old_run.values, "classes": 2}))
     known = known_to_old(of_two, list_images(tmp_path / "test"))
     assert known.tolist() == [True] * 4 + [False] * 4
     values = np.array([1.0, np.nan, 0.5, 0.0, 0.25, 0.25, 1.0, np.nan])

@@ -93,10 +93,10 @@ def test_models_meet_images_of_a_domain_that_they_did_not_train_on(place: Compar
 def test_disjoint_objectives_share_no_class(place: ComparisonPlace) -> None:
     row = next(iter(rows_of(place, ("disjoint:fct_simclr",))))
     run_tasks([(place, [row])], 1)
-    assert row.side is not None
+    assert row.side_run is not None
     old, side, new, upgrade = (
         set(read_finished(run.folder).class_names)
-        for run in (row.old, row.side, row.new, row.route[0])
+        for run in (row.old_run, row.side_run, row.new_run, row.upgrade_runs[0])
     )
     tested = set(images_of(place, row).class_names)
     assert old == side == set("01234") and new == upgrade == tested == set("56789")
@@ -110,8 +110,8 @@ def test_lwf_of_the_paper_learns_new_classes_and_knows_the_old_ones_by_soft_labe
 ) -> None:
     (row,) = rows_of(place, ("lwf_new_data",))
     run_tasks([(place, [row])], 1)
-    assert set(read_finished(row.new.folder).class_names) == set("56789")
-    assert row.new.values["old"] == row.old.folder
+    assert set(read_finished(row.new_run.folder).class_names) == set("56789")
+    assert row.new_run.values["old"] == row.old_run.folder
     assert set(images_of(place, row).labels) == set(range(10))
 
 
@@ -120,7 +120,7 @@ def test_models_of_two_architectures_are_compared(place: ComparisonPlace, pair: 
     rows = {row.name: row for row in rows_of(place, ("architectures",))}
     row = rows[f"{pair}:affine_simclr"]
     run_tasks([(place, [row])], 1)
-    trained = [read_finished(run.folder).config for run in (row.old, row.new)]
+    trained = [read_finished(run.folder).config for run in (row.old_run, row.new_run)]
     assert tuple(config.model_dump()["backbone"] for config in trained) == PAIRS[pair]
     cells = read_cells(place.runs / "cells" / f"{pair}-affine_simclr.npz")
     assert cells is not None
@@ -130,8 +130,8 @@ def test_models_of_two_architectures_are_compared(place: ComparisonPlace, pair: 
     }
     assert figures["new/old"] < figures["new/served"]
     # All rows of a pair have one old model, and rivals start alike.
-    olds = {other.old.folder for name, other in rows.items() if name.startswith(f"{pair}:")}
-    assert olds == {row.old.folder}
+    olds = {other.old_run.folder for name, other in rows.items() if name.startswith(f"{pair}:")}
+    assert olds == {row.old_run.folder}
 
 
 def test_a_long_chain_hands_each_model_and_side_information_on(place: ComparisonPlace) -> None:
@@ -141,18 +141,22 @@ def test_a_long_chain_hands_each_model_and_side_information_on(place: Comparison
     def of(run: TrainingRun, key: str) -> object:
         return run.values.get(key)
 
-    assert [of(hop, "classes") for hop in longest.route] == [6, 7, 8, 9, 10]
-    for before, after in zip(longest.route, longest.route[1:], strict=False):
+    assert [of(hop, "classes") for hop in longest.upgrade_runs] == [6, 7, 8, 9, 10]
+    for before, after in zip(longest.upgrade_runs, longest.upgrade_runs[1:], strict=False):
         assert of(before, "new") == of(after, "old")
         assert of(before, "new_side") == of(after, "old_side") is not None
-    assert all(of(hop, "old_side") is of(hop, "new_side") is None for hop in none.route)
-    assert of(longest.route[0], "old") == longest.old.folder
-    assert of(longest.route[-1], "new") == longest.new.folder
+    assert all(of(hop, "old_side") is of(hop, "new_side") is None for hop in none.upgrade_runs)
+    assert of(longest.upgrade_runs[0], "old") == longest.old_run.folder
+    assert of(longest.upgrade_runs[-1], "new") == longest.new_run.folder
     # Five models and five different starts, so that neighbours are not alike by their seed.
-    models = {run.folder: run.values["seed"] for row in rows.values() for run in (row.old, row.new)}
+    models = {
+        run.folder: run.values["seed"]
+        for row in rows.values()
+        for run in (row.old_run, row.new_run)
+    }
     assert len(models) == len(set(models.values())) == 6
     for length in range(1, 6):
-        assert rows[f"long_chain:{length}"].route == longest.route[:length]
+        assert rows[f"long_chain:{length}"].upgrade_runs == longest.upgrade_runs[:length]
 
 
 def test_a_chain_of_two_is_measured(place: ComparisonPlace) -> None:
@@ -160,7 +164,7 @@ def test_a_chain_of_two_is_measured(place: ComparisonPlace) -> None:
     run_tasks([(place, [rows["long_chain:2"]])], 1)
     cells = read_cells(place.runs / "cells" / "long_chain-2.npz")
     assert cells is not None and "served/served" in cells.by_query
-    assert read_finished(rows["long_chain:2"].route[0].folder).facts["new_side_dim"] == 32
+    assert read_finished(rows["long_chain:2"].upgrade_runs[0].folder).facts["new_side_dim"] == 32
 
 
 def slow_psi(run: TrainingRun, embedding: np.ndarray) -> np.ndarray:
@@ -185,8 +189,8 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     (dmu,), (bct,) = rows_of(place, ("dmu_chain",)), rows_of(place, ("bct_chain",))
     run_tasks([(place, [dmu, bct])], 1)
     test = evaluation(images_of(place, dmu), place.preset.metric, place.runs / "features")
-    old, new = (test.features(run.folder, "embedder") for run in (dmu.old, dmu.new))
-    second, third = dmu.route
+    old, new = (test.features(run.folder, "embedder") for run in (dmu.old_run, dmu.new_run))
+    second, third = dmu.upgrade_runs
     served = slow_psi(third, slow_psi(second, old))
     found = read_cells(place.runs / "cells" / "dmu_chain.npz")
     kept = read_cells(place.runs / "cells" / "bct_chain.npz")
@@ -215,8 +219,8 @@ def test_rows_of_other_seeds_share_no_start(place: ComparisonPlace) -> None:
 def test_rivals_of_more_copies_take_as_many_steps(place: ComparisonPlace) -> None:
     """Digits 0-9 of which 5 are new: 4 copies of half of the images are 2.5 epochs' worth."""
     plain, copied = rows_of(replace(place, changes={}), ("fct_simclr", "fct_simclr_upweighted"))
-    assert plain.route[0].values["epochs"] == 40
-    values = copied.route[0].values
+    assert plain.upgrade_runs[0].values["epochs"] == 40
+    values = copied.upgrade_runs[0].values
     assert (values["epochs"], values["unseen_copies"]) == (16, 4)
     assert values["warmup_epochs"] == pytest.approx(2 / 2.5)
 
@@ -229,7 +233,7 @@ def test_every_allocation_takes_the_steps_of_all_images(place: ComparisonPlace) 
     assert isinstance(epochs, int)
     for name, row in rows.items():
         allocation = allocate_images(name.split(":")[0], whole.labels, seed=place.seed)
-        for run, images in ((row.old, allocation.old), (row.new, allocation.new)):
+        for run, images in ((row.old_run, allocation.old), (row.new_run, allocation.new)):
             own = run.values["epochs"]
             assert isinstance(own, int)
             # Images seen in all; classes and shares come in whole numbers.
@@ -247,7 +251,7 @@ def test_a_limit_saw_what_is_tested_and_is_ranked_with_nobody(
     tested = {Path(path).name for path in images_of(unseen, own).paths}
     learning_of = {}
     for name, row in (("own", own), ("other", other)):
-        images = row.route[0].values["images"]
+        images = row.upgrade_runs[0].values["images"]
         assert isinstance(images, Path)
         listing = list_images(images)
         assert listing.class_names == ("7", "8", "9")

@@ -335,7 +335,7 @@ def test_the_pair_of_a_canary(
         assert bool(answer.request_id) == (setting is not None and both)
     else:
         assert isinstance(answer, expected)  # type: ignore[arg-type]
-    report = parts.canaries.report().new
+    report = parts.canaries.last_report().new
     if setting is not None and not setting.shadow:
         assert (report.queries, report.errors) == counted
 

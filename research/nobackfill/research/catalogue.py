@@ -91,7 +91,14 @@ def parts(shared: SharedModels) -> list[MethodRow]:
         ),
         shared.upgrade_row(RowName.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
         small,
-        MethodRow("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
+        MethodRow(
+            "residual_small_int8",
+            small.old_run,
+            small.new_run,
+            small.upgrade_runs,
+            simclr,
+            uses_int8=True,
+        ),
         shared.upgrade_row(RowName.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
         shared.upgrade_row(RowName.RESIDUAL_BEST, "residual", simclr, keep_best=True),
         shared.upgrade_row(RowName.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
@@ -533,7 +540,12 @@ def best(shared: SharedModels) -> list[MethodRow]:
         shared.upgrade_row(RowName.RESIDUAL_NONE, "residual"),
         residual,
         MethodRow(
-            RowName.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True
+            RowName.RESIDUAL_INT8,
+            residual.old_run,
+            residual.new_run,
+            residual.upgrade_runs,
+            simclr,
+            uses_int8=True,
         ),
         shared.on_top(RowName.DMU_RESIDUAL, shared.compatible(RowName.DMU, "dmu")),
     ]

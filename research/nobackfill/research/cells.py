@@ -138,16 +138,16 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     """
     images = embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
-    names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
+    names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.upgrade_runs else ())
     # First elements of a longer embedding (BCT section 3.6); a shorter one has no such cell.
     measured = {
-        cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.int8))
+        cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.uses_int8))
         for cell in names.values()
         if not cell.is_raw or new.shape[1] >= old.shape[1]
     }
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
-    served = images.vectors_along(names["new/served"].gallery, int8=row.int8)
-    if row.route:
+    served = images.vectors_along(names["new/served"].gallery, int8=row.uses_int8)
+    if row.upgrade_runs:
         figures = search_and_measure(
             served.embedding, served.embedding, test.relevance, test.metric
         )
@@ -159,10 +159,10 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     if served.uncertainty is not None:
         squared = ((served.embedding - new) ** 2).mean(axis=1)
         extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
-    if row.side is not None:
-        extras["cka"] = linear_cka(old, test.features(row.side.folder, "side_encoder"))
+    if row.side_run is not None:
+        extras["cka"] = linear_cka(old, test.features(row.side_run.folder, "side_encoder"))
     classes = np.array(test.listing.class_names)[test.listing.labels]
-    return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"), classes)
+    return Cells(cells, extras | _logged(row.new_run.folder / "stats.jsonl"), classes)
 
 
 def embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
@@ -180,9 +180,9 @@ def embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
     """
     vectors = {
         number: images.features(run.folder, "embedder")
-        for number, run in ((OLD, row.old), (NEW, row.new))
+        for number, run in ((OLD, row.old_run), (NEW, row.new_run))
     }
-    side = None if row.side is None else images.features(row.side.folder, "side_encoder")
+    side = None if row.side_run is None else images.features(row.side_run.folder, "side_encoder")
     return TrainedImages(row, images.listing, images.metric, vectors, side)
 
 
@@ -198,10 +198,10 @@ def _curves(
         orders: Sequence[str], line: DistanceLine = IDENTITY_LINE
     ) -> dict[str, BackfillCurve]:
         return backfill_curves(
-            served, images, images, test.relevance, orders, int8=row.int8, line=line
+            served, images, images, test.relevance, orders, int8=row.uses_int8, line=line
         )
 
-    if not row.route:
+    if not row.upgrade_runs:
         return curves(("random",))
     calibrated = curves(("random", "uncertainty", "gain"), _line(row, served, test))
     return curves(("random", "oracle", "uncertainty", "gain")) | {
@@ -211,7 +211,7 @@ def _curves(
 
 def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     """Fit what migrated distances are worth, on images that no model of the row was trained on."""
-    config = load_config(row.route[-1].folder / CONFIG)
+    config = load_config(row.upgrade_runs[-1].folder / CONFIG)
     held_out = _held_out(
         config.images, config.classes, config.class_list, config.held_out, config.split_seed,
         test.metric, test.cache,
@@ -221,7 +221,7 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     images = embedded(row, held_out)
     migrated, native = (
         measure_cell(
-            cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.int8
+            cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.uses_int8
         )
         for cell in (served, own_cell(NEW))
     )
@@ -341,7 +341,7 @@ def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
         InvalidInputError: this folder has too few classes, or an empty one.
         PermissionError: this user may not list that folder.
     """
-    images, classes = row.old.values["images"], row.old.values["classes"]
+    images, classes = row.old_run.values["images"], row.old_run.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
     names = set(list_images(images, classes).class_names)
     return np.array([name in names for name in tested.class_names])[tested.labels]

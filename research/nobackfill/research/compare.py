@@ -509,7 +509,7 @@ def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
         for row in rows:
             cells = read_cells(cells_path(place, row))
             assert cells is not None
-            ends = (row.old.folder, row.tested)
+            ends = (row.old_run.folder, row.test_folder)
             if ends not in masks:
                 masks[ends] = known_to_old(row, images_of(place, row))
             split = splits.setdefault(place.split.name, {})

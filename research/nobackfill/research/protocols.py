@@ -90,11 +90,13 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
             if protocol.gallery is not protocol.queries:
                 gallery = vectors(protocol.gallery)
         old, new = gallery.native(OLD), gallery.native(NEW)
-        for cell, ends in upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ()).items():
+        for cell, ends in upgrade_cells(OLD, NEW, (OLD, NEW) if row.upgrade_runs else ()).items():
             # First elements of a longer embedding (BCT section 3.6).
             if ends.is_raw and new.shape[1] < old.shape[1]:
                 continue
-            figures = protocol.figures(*cell_vectors(ends, queries, gallery, int8=row.int8), metric)
+            figures = protocol.figures(
+                *cell_vectors(ends, queries, gallery, int8=row.uses_int8), metric
+            )
             stored = by_query.setdefault(cell, {})
             stored |= {f"{name} {figure}": np.array([share]) for figure, share in figures.items()}
     return Cells(by_query, {}, np.array(["all"]))
@@ -117,7 +119,7 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
                 _shares(means[other]["new/new"])
                 for other, rival in rows.items()
                 if upper_bound_key(rival.row) == upper_bound_key(one.row)
-                and rival.row.new.values.get("method", INDEPENDENT) == INDEPENDENT
+                and rival.row.new_run.values.get("method", INDEPENDENT) == INDEPENDENT
             ),
             None,
         )

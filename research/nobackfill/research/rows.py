@@ -373,27 +373,28 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class MethodRow:
-    """A row: `new` queries a gallery of `old`, directly or migrated along `route`.
+    """A row: `new_run` queries a gallery of `old_run`, directly or migrated along `upgrade_runs`.
 
     Attributes:
         name: the name in the table.
-        old, new: the models.
-        route: upgrades, or embedders whose own training made one (DMU's psi); none: queries search
-            the old vectors directly.
-        side: the encoder of the side-information that is stored with the old embeddings.
-        int8: upgrade with the exported, quantised file.
-        tested: the folder of the place's images that are query and gallery.
-        limit: the transform has seen the tested images, so the row is a bound and not a method.
+        old_run, new_run: the models.
+        upgrade_runs: upgrades, or embedders whose own training made one (DMU's psi); none: queries
+            search the old vectors directly.
+        side_run: the encoder of the side-information that is stored with the old embeddings.
+        uses_int8: upgrade with the exported, quantised file.
+        test_folder: the folder of the place's images that are query and gallery.
+        is_upper_bound: the transform has seen the tested images, so the row is a bound and not a
+            method.
     """
 
     name: str
-    old: TrainingRun
-    new: TrainingRun
-    route: tuple[TrainingRun, ...] = ()
-    side: TrainingRun | None = None
-    int8: bool = False
-    tested: str = TEST
-    limit: bool = False
+    old_run: TrainingRun
+    new_run: TrainingRun
+    upgrade_runs: tuple[TrainingRun, ...] = ()
+    side_run: TrainingRun | None = None
+    uses_int8: bool = False
+    test_folder: str = TEST
+    is_upper_bound: bool = False
 
     @property
     def runs(self) -> tuple[TrainingRun, ...]:
@@ -401,8 +402,8 @@ class MethodRow:
 
         They come in the order old, new, route, side.
         """
-        sides = () if self.side is None else (self.side,)
-        own = (self.old, self.new, *self.route, *sides)
+        sides = () if self.side_run is None else (self.side_run,)
+        own = (self.old_run, self.new_run, *self.upgrade_runs, *sides)
         return tuple({run.folder: run for run in own}.values())
 
 
@@ -414,8 +415,8 @@ def upper_bound_key(row: MethodRow) -> tuple[object, ...]:
     Raises:
         KeyError: the new model's configuration lacks its images, classes or backbone.
     """
-    new = row.new.values
-    return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
+    new = row.new_run.values
+    return row.test_folder, new["images"], new["classes"], new["backbone"], new.get("width")
 
 
 class SharedModels:

@@ -169,7 +169,7 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
     embedding = torch.from_numpy(old)
     current_side = None if side is None else torch.from_numpy(side)
     log_variance = None
-    for step in map(load_step, row.route):
+    for step in map(load_step, row.upgrade_runs):
         if int8:
             out = _quantised(step, embedding, current_side)
         else:
@@ -307,23 +307,23 @@ def stored_bytes(row: MethodRow) -> float:
     Raises:
         KeyError: the run's configuration does not say its dimension.
     """
-    dim = row.old.values["embedding_dim"]
+    dim = row.old_run.values["embedding_dim"]
     assert isinstance(dim, int)
-    if row.side is None:
+    if row.side_run is None:
         return 4.0 * dim
-    side = row.side.values["side_info_dim"]
+    side = row.side_run.values["side_info_dim"]
     assert isinstance(side, int)
-    return 4.0 * dim + side * (1 / 8 if row.side.values["side_info"] == _BITS else 4)
+    return 4.0 * dim + side * (1 / 8 if row.side_run.values["side_info"] == _BITS else 4)
 
 
 def _steps(row: MethodRow) -> list[_RouteStep]:
     steps = []
-    for run in row.route:
+    for run in row.upgrade_runs:
         # The first training that a run reads is its old model.
         old_dim = run.prerequisites[0].values["embedding_dim"]
         assert isinstance(old_dim, int)
         side_dim = read_finished(run.folder).facts.get("side_dim", 0)
-        steps.append(_RouteStep(load_step(run), old_dim, int(side_dim), row.int8))
+        steps.append(_RouteStep(load_step(run), old_dim, int(side_dim), row.uses_int8))
     return steps
 
 

@@ -59,7 +59,9 @@ def limits(shared: SharedModels) -> list[MethodRow]:
             images=folder / part,
             held_out=0.0,
         )
-        return MethodRow(row_in(LIMIT, name), shared.old, shared.new, (run,), simclr, limit=True)
+        return MethodRow(
+            row_in(LIMIT, name), shared.old, shared.new, (run,), simclr, is_upper_bound=True
+        )
 
     own = row("affine", RowName.AFFINE_SIMCLR, TEST)
     if not split.tested_first:
@@ -182,7 +184,7 @@ def foreign(shared: SharedModels) -> list[MethodRow]:
         shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
     ]
     return [
-        replace(row, name=row_in(domain, row.name), tested=f"{FOREIGN}/{domain}")
+        replace(row, name=row_in(domain, row.name), test_folder=f"{FOREIGN}/{domain}")
         for domain in SHIFTS
         for row in rows
     ]
@@ -207,11 +209,11 @@ def disjoint(shared: SharedModels) -> list[MethodRow]:
             f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
         )
         return MethodRow(
-            row_in(DISJOINT, name), shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}"
+            row_in(DISJOINT, name), shared.old, new, (run,), side, test_folder=f"{DISJOINT}/{TEST}"
         )
 
     alone = MethodRow(
-        row_in(DISJOINT, RowName.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
+        row_in(DISJOINT, RowName.INDEPENDENT), shared.old, new, test_folder=f"{DISJOINT}/{TEST}"
     )
     return [alone, row(RowName.FCT_NONE, None), row(RowName.FCT_SIMCLR, shared.side("simclr"))]
 
@@ -407,7 +409,7 @@ def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     for row in rows:
         folders = [run.values["images"] for run in row.runs]
         # The place's own tests are there; those of a protocol lie elsewhere.
-        tested = [] if row.tested == TEST else [place.images / row.tested]
+        tested = [] if row.test_folder == TEST else [place.images / row.test_folder]
         for images in (*folders, *tested):
             assert isinstance(images, Path)
             if not images.is_dir():

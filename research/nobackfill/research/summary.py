@@ -220,7 +220,7 @@ def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitRes
 
 
 def _shares(row: MethodRow, first: MethodRow) -> bool:
-    return row.old == first.old and row.tested == TEST and not row.limit
+    return row.old_run == first.old_run and row.test_folder == TEST and not row.is_upper_bound
 
 
 def best_new_new(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]:

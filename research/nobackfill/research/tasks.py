@@ -272,7 +272,7 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
         cells = protocol_cells(place, row)
     else:
         test = _test(
-            place.images, row.tested, place.split, place.preset.metric, place.runs / "features"
+            place.images, row.test_folder, place.split, place.preset.metric, place.runs / "features"
         )
         cells = row_cells(row, test)
     if place.preset.development:
@@ -297,7 +297,7 @@ def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
         InvalidInputError: the folder has no class folder, or an empty one.
         PermissionError: this user may not list the folder.
     """
-    return _listing(place.images, row.tested, place.split)
+    return _listing(place.images, row.test_folder, place.split)
 
 
 def _listing(images: Path, tested: str, split: Split) -> ImageListing:
@@ -319,8 +319,8 @@ def cells_path(place: ComparisonPlace, row: MethodRow) -> Path:
 
 def _key(row: MethodRow) -> str:
     digests = [sha256_file(run.folder / CHECKPOINT)[:16] for run in row.runs]
-    folder = [] if row.tested == TEST else [f"tested={row.tested}"]
-    return " ".join([*digests, f"int8={row.int8}", *folder])
+    folder = [] if row.test_folder == TEST else [f"tested={row.test_folder}"]
+    return " ".join([*digests, f"int8={row.uses_int8}", *folder])
 
 
 def _clocks() -> tuple[float, float]:

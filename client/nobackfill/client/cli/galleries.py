@@ -517,7 +517,7 @@ def _browser_page(address: str, gallery: Path) -> Iterator[None]:
         Path(name).unlink(missing_ok=True)
 
 
-def pair(text: str) -> "tuple[str, Scalar]":
+def parse_key_value(text: str) -> "tuple[str, Scalar]":
     """Convert a word KEY=VALUE of the command line to a key and its value.
 
     Numbers, true and false are parsed as in JSON; any other value, also an empty one, is a text.
@@ -577,7 +577,7 @@ def _add_options(command: Command) -> None:
         "--set",
         dest="note",
         action="append",
-        type=pair,
+        type=parse_key_value,
         metavar="KEY=VALUE",
         help="Metadata to store with every added image, which `search --where` can filter by "
         "(repeatable). Without this, an image has the keys path, folder and name.",
@@ -662,7 +662,7 @@ def _set_options(command: Command) -> None:
         "--to",
         dest="note",
         action="append",
-        type=pair,
+        type=parse_key_value,
         required=True,
         metavar="KEY=VALUE",
         help="Metadata to store with the items, in place of an earlier value of the same key "

@@ -52,7 +52,7 @@ def sync(arguments: Namespace) -> None:
     output.print_result(report.as_json(), describe_report(report))
 
 
-def report(arguments: Namespace) -> None:
+def send_sync_report(arguments: Namespace) -> None:
     """Send a summary of the last sync to a gateway: five numbers, no vector, no id.
 
     Nothing is sent unless you run this command.
@@ -331,7 +331,7 @@ def _pull_options(command: Command) -> None:
 # By a command's name: the function that runs it, and the function that adds its options.
 COMMANDS: Commands = {
     "sync": (sync, _sync_options),
-    "report": (report, _report_options),
+    "report": (send_sync_report, _report_options),
     "rollback": (rollback, no_options),
     "push": (push, _push_options),
     "pull": (pull, _pull_options),

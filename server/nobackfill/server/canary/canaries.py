@@ -135,15 +135,15 @@ class Canaries:
         """
         self._mirror.close()
 
-    def begin(self, release: int) -> None:
+    def begin_comparison(self, release: int) -> None:
         """Start the comparison for a canary of a release; counts of an earlier canary are dropped,
         also those of the same release.
 
         The settings are those of the state, also if it has none yet.
         """
-        self._comparison = CanaryComparison(release, self.settings)
+        self._comparison = CanaryComparison(release, self.running_settings)
 
-    def end(self, state: CanaryState, message: str = "") -> None:
+    def end_comparison(self, state: CanaryState, message: str = "") -> None:
         """End the present comparison, if any; its report stays until the next canary begins.
 
         The first end counts: a later call does not change it.
@@ -157,7 +157,7 @@ class Canaries:
         if self._comparison is not None:
             self._comparison.end(state, message)
 
-    def settings(self) -> Canary | None:
+    def running_settings(self) -> Canary | None:
         """Return the settings of the canary under way; None without one.
 
         It reads memory only. An activation without a canary gives None.
@@ -165,7 +165,7 @@ class Canaries:
         record = self._state.current.activation
         return None if record is None else record.canary
 
-    def report(self) -> CanaryReport:
+    def last_report(self) -> CanaryReport:
         """Return the report of the last canary since the gateway started; an empty one
         without any.
 
@@ -179,7 +179,7 @@ class Canaries:
         Answers for comparison only count, too. It is False for another release than the last
         canary's.
         """
-        report = self.report()
+        report = self.last_report()
         return report.release == release and report.new.queries > report.new.errors
 
     def stop_reason(self) -> str | None:
@@ -188,7 +188,7 @@ class Canaries:
         Returns:
             A sentence for operators; see CanaryComparison.stop_reason.
         """
-        canary = self.settings()
+        canary = self.running_settings()
         return (
             None
             if canary is None or self._comparison is None
@@ -209,7 +209,7 @@ class Canaries:
             False if no canary is under way, the answer is unknown or forgotten, or it has no such
             hit. True otherwise, also if the session has sent feedback of this kind before.
         """
-        if self.settings() is None or self._comparison is None:
+        if self.running_settings() is None or self._comparison is None:
             return False
         return self._comparison.record_feedback(request_id, item, kind)
 
@@ -257,7 +257,7 @@ class Canaries:
         """
         comparison = self._comparison
         if comparison is None or comparison.release != release:
-            comparison = self._comparison = CanaryComparison(release, self.settings)
+            comparison = self._comparison = CanaryComparison(release, self.running_settings)
         return comparison
 
 
@@ -318,7 +318,7 @@ class CanaryAnswerer:
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        canary = self._canaries.settings()
+        canary = self._canaries.running_settings()
         if canary is None:
             return self.old.answer(hosted, request)
         key = share_digest(self._new_release.release, context.current_call().key)
@@ -520,7 +520,7 @@ class CanaryMetrics(Collector):
         Yields:
             The share, queries, quantiles in seconds, scores, feedback, comparisons and evidence.
         """
-        canary, report = self._canaries.settings(), self._canaries.report()
+        canary, report = self._canaries.running_settings(), self._canaries.last_report()
         yield GaugeMetricFamily(
             "nobackfill_canary_share",
             "Share of callers' keys whose queries meet the release on trial, 0 to 1.",
@@ -557,7 +557,7 @@ class CanaryMetrics(Collector):
         yield from self._likeness()
 
     def _likeness(self) -> Iterator[Metric]:
-        report = self._canaries.report()
+        report = self._canaries.last_report()
         yield CounterMetricFamily(
             "nobackfill_canary_compared", "Queries that both pairs have answered.",
             value=report.compared,

@@ -331,7 +331,7 @@ class Activations:
                 }
             )
             if canary is not None:
-                self._parts.canaries.begin(release)
+                self._parts.canaries.begin_comparison(release)
             return self._launch(record, lead)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> RolloutRun:
@@ -414,7 +414,7 @@ class Activations:
                     lambda: self._parts.state.change(activation=resumed), lead
                 )
                 if record.canary is not None:
-                    self._parts.canaries.begin(record.release)
+                    self._parts.canaries.begin_comparison(record.release)
                 return self._launch(resumed, lead)
         except BaseException:
             lead.close()
@@ -715,7 +715,7 @@ class Activations:
                 end_jobs(self._parts, phase, message)
         self._parts.metrics.upgrade_ratio.set(0)
         if run.record.canary is not None:
-            self._parts.canaries.end(CanaryState.ENDED, message)
+            self._parts.canaries.end_comparison(CanaryState.ENDED, message)
         return phase, message
 
     def _run_with_retries(self, run: RolloutRun) -> None:

@@ -560,7 +560,7 @@ class Rollout:
         try:
             while True:
                 run.raise_if_cancelled()
-                canary = canaries.settings()
+                canary = canaries.running_settings()
                 if canary is None:
                     # Another gateway may have cancelled it.
                     raise RolloutCancelledError(
@@ -569,7 +569,7 @@ class Rollout:
                 self._judge_canary()
                 if canary.promoted:
                     log.info("canary promoted", release=release)
-                    canaries.end(CanaryState.PROMOTED)
+                    canaries.end_comparison(CanaryState.PROMOTED)
                     return
                 setting = canary.share, canary.shadow, canary.every_s, canary.steps
                 if setting != step:
@@ -592,7 +592,7 @@ class Rollout:
         if withdrawn is not None:
             reason = f"the release was withdrawn: {withdrawn}"
         if reason is not None:
-            self._parts.canaries.end(CanaryState.STOPPED, reason)
+            self._parts.canaries.end_comparison(CanaryState.STOPPED, reason)
             raise PreconditionError(
                 f"the canary stopped, so the former release answers all callers: {reason}"
             )

@@ -98,21 +98,21 @@ class CanaryView:
     Attributes:
         release: the new release.
         state: the state in lower case, such as "running".
-        canary: its settings.
+        settings: its settings.
         message: why it stopped; empty otherwise.
-        rows: for each figure its name, and its texts for the old and the new pair.
-        alike: figures of both pairs together: names and texts.
-        against: bounds with the evidence that each is exceeded, by name.
+        pair_figures: for each figure its name, and its texts for the old and the new pair.
+        joint_figures: figures of both pairs together: names and texts.
+        evidence_by_bound: bounds with the evidence that each is exceeded, by name.
         stops_at: the evidence at which the canary stops.
     """
 
     release: int
     state: str
-    canary: pb.Canary
+    settings: pb.Canary
     message: str
-    rows: Sequence[tuple[str, str, str]]
-    alike: Sequence[tuple[str, str]]
-    against: Sequence[tuple[str, float]]
+    pair_figures: Sequence[tuple[str, str, str]]
+    joint_figures: Sequence[tuple[str, str]]
+    evidence_by_bound: Sequence[tuple[str, float]]
     stops_at: float
 
 
@@ -154,16 +154,16 @@ def canary_to_view(report: pb.WatchCanaryResponse) -> CanaryView:
     return CanaryView(
         release=report.release,
         state=pb.CanaryState.Name(report.state).removeprefix("CANARY_STATE_").lower(),
-        canary=report.canary,
+        settings=report.canary,
         message=report.message,
-        rows=[(name, figure(old), figure(new)) for name, figure in _FIGURES],
-        alike=[
+        pair_figures=[(name, figure(old), figure(new)) for name, figure in _FIGURES],
+        joint_figures=[
             ("Answered by both", f"{report.compared}"),
             ("Not compared", f"{report.skipped}"),
             ("Overlap of both answers", _optional(report, "overlap", 100, " %")),
             ("Rank correlation", _optional(report, "rank_correlation", 1, "", 3)),
         ],
-        against=sorted(report.evidence.items()),
+        evidence_by_bound=sorted(report.evidence.items()),
         stops_at=report.stops_at,
     )
 

@@ -318,7 +318,7 @@ class ReleaseService(ReleaseServiceServicer):
         report has release 0. None means that nothing is new.
         """
         while True:
-            answer = to_canary(self._canaries.report(), self._canaries.settings())
+            answer = to_canary(self._canaries.last_report(), self._canaries.running_settings())
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
