@@ -176,6 +176,14 @@ def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) 
     assert set(by_name["lazily"].estimated) == {"R@1", "R@10", "MRR", "agreement@10"}
     assert "agreement@10" not in by_name["re-embed"].estimated
     assert any("judged among all 20000 items" in note for note in verdict.notes)
+    # Curves are those of the sample: no figure of the gallery compares with them.
+    by_both, by_new = (
+        curves["R@1"][-1] for curves in (verdict.healing.calibrated, verdict.healing.raw)
+    )
+    notes = " ".join(verdict.notes)
+    assert "among the 1500 items of the sample, R@1 goes from" in notes
+    assert by_name["re-embed"].figures["R@1"] < by_new < by_both
+    assert f"R@1 {100 * by_both:.1f} and the new one alone {100 * by_new:.1f}" in notes
     # The sample alone would promise more.
     assert by_name["stay"].figures["R@1"] < 0.9 * verdict.candidates[verdict.map.kind]
 

@@ -523,7 +523,7 @@ def decide(
             f"the map is also fitted on the {len(judged_queries.rows)} queries, because that finds "
             "more of the queries that are left out"
         )
-    notes += _curve_notes(judged.healing, ways[-1], judged_by)
+    notes += _curve_notes(judged.healing, len(pairs), judged_by)
     return Verdict(
         way, words, search, judged_by, ways, choice.figures, mapping,
         replace(adapter.choice.fit(pairs.exchange_models), direction="new to old"), joining, curve,
@@ -810,24 +810,28 @@ def _learning_curve(
     return points
 
 
-def _curve_notes(curves: LazyReembeddingCurves, reembed: Way, judged_by: str) -> list[str]:
-    """Describe the figures while items become native, by score and by distance."""
+def _curve_notes(curves: LazyReembeddingCurves, count: int, judged_by: str) -> list[str]:
+    """Describe the figures of the sample while its items become native, by score and by distance.
+
+    They compare with one another alone: among all items of a gallery every figure is lower.
+    """
     name = judged_by if judged_by == "agreement@10" else "R@1"
     curve, raw = curves.calibrated[name], curves.raw[name]
     notes = [
-        f"while items become native at random, {name} goes from {100 * curve[0]:.1f} to "
-        f"{100 * curve[-1]:.1f}, lowest {100 * min(curve):.1f}, ranked by nobackfill.serve"
+        f"among the {count} items of the sample, {name} goes from {100 * curve[0]:.1f} to "
+        f"{100 * curve[-1]:.1f} while they become native at random, lowest {100 * min(curve):.1f}, "
+        "ranked by nobackfill.serve"
     ]
-    if curve[-1] > reembed.figures[name] + MOST_BELOW:
+    if curve[-1] > raw[-1] + MOST_BELOW:
         notes.append(
-            f"with all items native, both models together have {name} {100 * curve[-1]:.1f} and "
-            f"the new one alone {100 * reembed.figures[name]:.1f}: go on with rank fusion"
+            f"with all of them native, both models together have {name} {100 * curve[-1]:.1f} and "
+            f"the new one alone {100 * raw[-1]:.1f}: go on with rank fusion"
         )
     if (below := valley_depth(raw)) > MOST_BELOW:
         notes.append(
-            f"in one index ranked by distance, {name} falls to {100 * min(raw):.1f} on the way, "
-            f"{100 * below:.1f} points below the lower end: do not mix migrated and native vectors "
-            "in one column without calibrated scores"
+            f"in one index ranked by distance, their {name} falls to {100 * min(raw):.1f} on the "
+            f"way, {100 * below:.1f} points below the lower end: do not mix migrated and native "
+            "vectors in one column without calibrated scores"
         )
     return notes
 
