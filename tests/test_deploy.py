@@ -85,6 +85,7 @@ def test_counters_start_at_zero() -> None:
     assert 'nobackfill_device_syncs_total{failure="probes",release="3"} 0.0' in text
 
 
+@pytest.mark.slow
 def test_every_boundary_names_a_thread_that_starts_at_zero() -> None:
     named = set()
     for path in (ROOT / "server").rglob("*.py"):

@@ -87,6 +87,7 @@ def check_search(source: str, vectors: Vectors, shown: str) -> None:
     searchable.close()
 
 
+@pytest.mark.slow
 def test_migrate_ends_with_the_adapter_and_an_untouched_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_migrate_ends_with_the_adapter_and_an_untouched_table(
         assert state() == before
 
 
+@pytest.mark.slow
 def test_fit_writes_an_adapter_that_is_no_map(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

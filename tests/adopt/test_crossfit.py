@@ -102,6 +102,7 @@ def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
             np.testing.assert_array_equal(both[kind].distances[place], held.distances[0])
 
 
+@pytest.mark.slow
 def test_candidates_without_what_makes_them_are_left_out() -> None:
     pairs, asked = world(60, 0, share=0.5)
     kinds = ("affine", "residual", "corrected", "converter", "unknown")

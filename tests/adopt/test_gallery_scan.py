@@ -167,6 +167,7 @@ def check(verdict: Verdict, shop: Shop, error: float = 0.02) -> None:
             assert low <= truth[way.name]["agreement@10"] <= high
 
 
+@pytest.mark.slow
 def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) -> None:
     shop = Shop(20_000, 1500, 600)
     verdict = shop.decide(tmp_path)

@@ -107,6 +107,7 @@ def test_map_where_the_old_vectors_hold_more_than_the_new_model_sees() -> None:
     assert figures(found, "query adapter")["MRR"] < 0.98 * again
 
 
+@pytest.mark.slow
 def test_the_query_adapter_is_refused_below_staying() -> None:
     """Each model sees a half that the other one does not; the new one sees its own half better."""
     rng = np.random.default_rng(0)
@@ -131,6 +132,7 @@ def test_the_query_adapter_is_refused_below_staying() -> None:
     assert "restore it" in found.words
 
 
+@pytest.mark.slow
 def test_what_chose_the_query_adapter_does_not_judge_it() -> None:
     """Of two models that have nothing in common, every figure of an adapter is chance."""
     rng = np.random.default_rng(0)

@@ -30,6 +30,7 @@ def passes(count: int) -> bytes:
     return data[:last] + (data[last:-2]) * (count - scans + 1) + data[-2:]
 
 
+@pytest.mark.slow
 def test_a_jpeg_of_a_thousand_scans_is_refused_before_it_is_decoded() -> None:
     assert decode_image(passes(MOST_JPEG_SCANS), 8, 8).shape == (8, 8, 3)
     assert read_header(passes(MOST_JPEG_SCANS)).scans == MOST_JPEG_SCANS

@@ -51,6 +51,7 @@ def test_a_transparent_colour_of_16_bits_shows_white() -> None:
     assert got.tolist() == [[[255] * 3, [0x56] * 3]] * 2
 
 
+@pytest.mark.slow
 def test_a_jpeg_of_one_scan_may_be_larger() -> None:
     large = Image.new("RGB", (8160, 6120), "red")
     assert (decode_image(encoded(large, "JPEG"), 8, 8)[..., 0] > 250).all()

@@ -150,6 +150,7 @@ def test_an_interval_is_that_of_scipys_test() -> None:
     assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high)))
 
 
+@pytest.mark.slow
 def test_nineteen_intervals_of_twenty_hold_the_true_ratio() -> None:
     rng = np.random.default_rng(2)
     found = [pairs.interval(list(rng.normal(math.log(1.03), 0.1, 10))) for _ in range(2000)]

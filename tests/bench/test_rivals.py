@@ -87,6 +87,7 @@ def test_what_an_exchange_gains_is_what_the_sum_gains() -> None:
         assert gain[r, s] == pytest.approx(there, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_rotation_is_found_without_pairs_where_shapes_agree() -> None:
     rng = np.random.default_rng(12)
     centres = 3 * random(12, 10, 13) * np.linspace(1, 0.2, 10, dtype=np.float32)

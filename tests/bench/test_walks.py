@@ -94,6 +94,7 @@ def test_a_thread_counts_by_itself(front: ModuleType, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_threads_that_work_while_nobody_asks_are_left_out(
     front: ModuleType, tmp_path: Path
 ) -> None:

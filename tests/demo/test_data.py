@@ -22,6 +22,7 @@ def make_images(folder: Path, classes: int, each: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_digits_are_cut_into_parts_that_never_overlap(tmp_path: Path) -> None:
     names = prepare(tmp_path, None, seed=1, limit=None)
     assert (names.old, names.new) == (list("01234"), list("0123456789"))

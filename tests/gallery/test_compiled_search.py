@@ -72,6 +72,7 @@ def snapshots() -> dict[tuple[int, Metric, bool], Snapshot]:
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_the_same_neighbours_byte_for_byte(
     snapshots: dict[tuple[int, Metric, bool], Snapshot], data: st.DataObject
 ) -> None:

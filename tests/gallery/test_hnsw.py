@@ -265,6 +265,7 @@ class GivenUpError(Exception):
     """Raised between two pieces."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", [True, False])
 def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
     """Also where rows are added to a graph that is carried, and between the probes of its ef."""

@@ -12,6 +12,7 @@ from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, Difference, pa
 Runs = list[NDArray[np.float64]]
 
 
+@pytest.mark.slow
 def test_one_run_agrees_with_scipys_percentile_bootstrap() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.random(300), rng.random(300)
@@ -147,6 +148,7 @@ def test_unanswerable_queries_are_left_out_and_must_pair() -> None:
         paired_bootstrap([a], [b], level=1)
 
 
+@pytest.mark.slow
 def test_classes_are_drawn_whole_as_a_slow_loop_draws_them() -> None:
     """Two runs of 12 classes of unequal size, one query without an answer; percentiles widened as
     Student's t is."""

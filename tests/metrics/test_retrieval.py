@@ -188,6 +188,7 @@ def test_bad_input_is_refused() -> None:
         ranking_module.rank_neighbours(np.zeros((2, 3), int), relevance_by_label([0], [0]))
 
 
+@pytest.mark.slow
 def test_memory_is_a_few_blocks_whatever_the_number_of_queries() -> None:
     rng = np.random.default_rng(0)
     gallery = rng.random((50_000, 8), dtype=np.float32)

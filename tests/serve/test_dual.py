@@ -49,6 +49,7 @@ def by(vectors: np.ndarray, query: np.ndarray) -> list[str]:
     return [f"item-{row}" for row in np.argsort(-(vectors @ query), kind="stable")]
 
 
+@pytest.mark.slow
 def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
@@ -86,6 +87,7 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
             found.search(MADE.queries_old[3], MADE.queries_old[3], 5)
 
 
+@pytest.mark.slow
 def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> None:
     """Each model weighs what it sees in its own way, so that the old one's first 100 of 1,500 hold
     few of the new one's: the page carries first. Each query meets a gallery without natives."""
@@ -233,6 +235,7 @@ def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
         assert max(model.times.values()) == 1
 
 
+@pytest.mark.slow
 def test_healing_ends_when_all_is_native(tmp_path: Path) -> None:
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:

@@ -49,6 +49,7 @@ def test_a_share_above_its_bound_is_found() -> None:
     assert np.mean([ever(run, 0.01) for run in rng.random((50, 600)) < 0.05]) > 0.95
 
 
+@pytest.mark.slow
 def test_who_peeks_for_long_is_rarely_wrong() -> None:
     """Healthy for long, then just as the bound allows."""
     rng = np.random.default_rng(5)

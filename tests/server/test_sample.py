@@ -63,6 +63,7 @@ def test_a_newcomer_needs_no_python(tmp_path: Path) -> None:
         assert "photos" in run("search", "photos", picture, at, code=66)
 
 
+@pytest.mark.slow
 def test_the_second_release_is_better_and_its_gate_was_measured(tmp_path: Path) -> None:
     assert write_sample(tmp_path, 1).gain is None
     carried, stays = write_sample(tmp_path, 2).gain or (0.0, 0.0)

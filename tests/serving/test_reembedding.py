@@ -65,6 +65,7 @@ def text(name: str) -> str:
     return name.ljust(SIZE)
 
 
+@pytest.mark.slow
 def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> None:
     """A query's bytes hold 12 items and a half."""
     limits = ReembeddingLimits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
