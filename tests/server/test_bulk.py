@@ -113,7 +113,7 @@ def test_places_and_models_that_are_none(stages: Stages, one: Manifest, tmp_path
     with Client("127.0.0.1:1", seconds=1) as nobody:
         done = fill(nobody, "g", str(tmp_path))
     assert done.stored_count == 0 and list(done.refusals.values()) == [
-        "its name is not valid text; rename it"
+        "the name of this file is not valid UTF-8; rename the file"
     ]
 
 

@@ -82,7 +82,7 @@ def test_a_status_says_why_no_release_answers(repo: Path, tmp_path: Path) -> Non
         # Between two attempts to activate the release, none is under way.
         while "\nrelease 1 is being activated" not in (printed := run("status", at)):
             assert time.monotonic() < ends, printed
-        for note in ("no release is active", "the model server does not"):
+        for note in ("no release is active", "the model server (Triton) does not"):
             assert f"\n{note}" in printed, printed
 
 

@@ -216,7 +216,7 @@ CHOICES: list[tuple[Sequence[tuple[int, SpaceState]], set[int], object, str]] = 
     (AFTER_SWAP, {1, 2}, [(2, 2)], ""),
     (AFTER_SWAP, {3}, [(3, 2)], ""),
     (AFTER_SWAP, {4}, IncompatibleSpaceError, "embedding of release 2, .* got one of release 4"),
-    (AFTER_SWAP, {5}, IncompatibleSpaceError, "embedding of release 2, .* no release known here"),
+    (AFTER_SWAP, {5}, IncompatibleSpaceError, "embedding of release 2, .* unknown to this gateway"),
     (DUAL, {1, 2}, [(2, 2), (1, 1)], ""),
     (DUAL, {1}, [(1, 1)], ""),
     (DUAL, {2}, NeedsImageError, "an embedding of each of releases 2 and 1"),

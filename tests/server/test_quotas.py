@@ -113,7 +113,9 @@ def test_a_quota_is_of_named_galleries_that_are_written(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"x").hexdigest()
     for role in ("writer", "admin", "reader:mine", "device"):
         (tmp_path / "tokens").write_text(f"x {role} {digest} items=5")
-        with pytest.raises(ConfigurationError, match="a writer with galleries"):
+        with pytest.raises(
+            ConfigurationError, match="items=N needs the role writer with galleries"
+        ):
             Tokens(tmp_path / "tokens")
     line = f"x writer:mine {digest} 2099-01-01T00:00:00+00:00 items=5 rate=3"
     (tmp_path / "tokens").write_text(line)

@@ -83,7 +83,7 @@ def test_the_gateway_serves_before_triton_starts(
     """The models of the active release are loaded when it comes."""
     venv, mend = late
     with serving(repo, filled, f"--triton-venv={venv}") as served, Client(served.address) as client:
-        sentence = "the model server does not answer yet"
+        sentence = "the model server (Triton) does not answer yet"
         assert any(sentence in event["event"] for event in served.events())
         answers_without(client, one)
         # Nor does going back need it, where there is nothing to go back to.

@@ -69,7 +69,7 @@ def test_an_export_is_there_whole_or_not_at_all(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = filled(engine, 20)
-    with pytest.raises(NotFoundError, match="release 7; it has vectors of 1"):
+    with pytest.raises(NotFoundError, match="release 7; name one of its releases: 1"):
         export(store, tmp_path / "out", [7])
 
     def full(*_: object) -> object:

@@ -26,9 +26,9 @@ from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     CannotWriteError,
-    InvalidInputError,
     NobackfillError,
     NotFoundError,
+    UnusableRowsError,
     VerificationError,
     describe_writer,
     join_few,
@@ -535,14 +535,18 @@ def _check_gallery(path: Path) -> int | None:
         verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
             raise VerificationError(
-                f"{path}: this gallery file is damaged ({verdict}); restore a backup"
+                f"{path}: this gallery file is damaged ({verdict}); use or restore another backup"
             )
         for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:
                 check_vectors(all_vectors(connection, info)[1], info.spec.dim, error_name=what)
-            except InvalidInputError as error:
-                raise VerificationError(str(error)) from error
+            except UnusableRowsError as error:
+                raise VerificationError(
+                    f"{path}: this gallery file is damaged: {len(error.rows)} vectors of release "
+                    f"{info.spec.release} are too large or not finite; use or restore another "
+                    "backup"
+                ) from error
         return count_rows(connection, None)
 
     return _read(path, check)
@@ -559,7 +563,7 @@ def _check_blob(path: Path) -> int:
     if digest != path.name.partition(".")[2]:
         raise VerificationError(
             f"{path}: this blob of the vault is damaged: its digest is not the one in its name; "
-            "restore a backup"
+            "use or restore another backup"
         )
     return 1
 

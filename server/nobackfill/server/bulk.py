@@ -181,12 +181,16 @@ class ObjectStore:
             )
         except lib.ArrowException as error:
             raise InvalidInputError(
-                f"{uri}: cannot be opened ({error}); write % and ? of a name as %25 and %3F"
+                f"{uri}: this address cannot be opened ({error}); correct it, and write % as %25 "
+                "and ? as %3F in names"
             ) from error
         except OSError as error:
             raise self._failed(error) from error
         if not self._root:
-            raise InvalidInputError(f"{uri}: expected a bucket, as in s3://BUCKET/PREFIX")
+            raise InvalidInputError(
+                f"{uri}: expected the name of a bucket, as in s3://BUCKET/PREFIX, found none; "
+                "correct the address"
+            )
         kind = self._look()
         if kind == fs.FileType.File:
             raise InvalidInputError(
@@ -231,14 +235,20 @@ class ObjectStore:
             with self._files.open_input_stream(self._prefix + name, compression=None) as stream:
                 data = bytes(stream.read(LARGEST_IMAGE_BYTES + 1))
         except FileNotFoundError as error:
-            raise InvalidInputError("it was deleted") from error
+            raise InvalidInputError(
+                "this object was deleted before it was read; upload it again, or ignore this error"
+            ) from error
         except self._failures as error:
             # Raises if the store itself fails, not only this object.
             self._look()
-            raise InvalidInputError(f"this object cannot be read ({error})") from error
+            raise InvalidInputError(
+                f"this object cannot be read ({error}); check its permissions, then run the "
+                "command again"
+            ) from error
         if len(data) > LARGEST_IMAGE_BYTES:
             raise InvalidInputError(
-                f"expected a picture of at most {LARGEST_IMAGE_BYTES} bytes, found more"
+                f"expected a picture of at most {LARGEST_IMAGE_BYTES} bytes, found more; store a "
+                "smaller copy"
             )
         return data
 
@@ -255,7 +265,7 @@ class ObjectStore:
 
     def _failed(self, error: Exception) -> UnavailableError:
         return UnavailableError(
-            f"{self._address}: cannot be read by {socket.gethostname()} ({error}); check its "
+            f"{self._address}: cannot be read by {socket.gethostname()} ({error}); check the "
             "address, and that machine's network and credentials (AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY, ~/.aws), then run the command again"
         )
@@ -637,8 +647,7 @@ def _check_result(result: FillResult, place: str) -> FillResult:
     if not result.stored_count and not result.refusals:
         raise InvalidInputError(
             f"{place}: expected pictures ({', '.join(PICTURE_SUFFIXES + HEIF_SUFFIXES)}), or "
-            "lines of "
-            "texts in a file FILE.jsonl, found none; check the name of the place"
+            "lines of texts in a file FILE.jsonl, found none; correct the folder, address or file"
         )
     return result
 
@@ -673,7 +682,9 @@ def _check_name(name: str) -> str:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidInputError("its name is not valid text; rename it") from error
+        raise InvalidInputError(
+            "the name of this file is not valid UTF-8; rename the file"
+        ) from error
     return name
 
 

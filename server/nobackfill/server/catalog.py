@@ -75,20 +75,25 @@ def open_published_file(
             "path: expected a relative path of a published file, such as release-1.json, got "
             f"{path[:80]!r}; the manifest of a release names its files"
         )
+    missing = NotFoundError(
+        f"path: this gateway's publication has no file {path}; the manifest of a release names its "
+        "files"
+    )
     if not _METADATA.fullmatch(path) and not is_signed(path):
-        raise NotFoundError(f"path: this gateway's publication has no file {path}")
+        raise missing
     try:
         handle = (repo / path).open("rb")
     except OSError:
-        raise NotFoundError(f"path: this gateway's publication has no file {path}") from None
+        raise missing from None
     status = (repo / path).lstat()
     if not stat.S_ISREG(status.st_mode):
         handle.close()
-        raise NotFoundError(f"path: this gateway's publication has no file {path}")
+        raise missing
     if offset > status.st_size:
         handle.close()
         raise OutOfRangeError(
-            f"{path} has {status.st_size} bytes; expected a smaller offset, got {offset}"
+            f"{path}: expected an offset of at most {status.st_size}, the size of the file, got "
+            f"{offset}"
         )
 
     def chunks() -> Iterator[bytes]:
@@ -405,7 +410,7 @@ def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metric
     try:
         catalog.refresh()
     except NotFoundError:
-        log.warning("nothing is published yet; waiting for the first release")
+        log.warning("nothing is published yet; waiting for the first release", folder=str(repo))
     except VerificationError as error:
         # The last verified view stays in use after an expiry or an attack.
         if not catalog.manifests:

@@ -106,8 +106,8 @@ def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceIn
     infos = {info.spec.release: info for info in store.spaces()}
     if missing := set(releases) - set(infos):
         raise NotFoundError(
-            f"--release: the gallery has no vectors of release {join_few(sorted(missing))}; it has "
-            f"vectors of {join_few(sorted(infos))}"
+            f"--release: the gallery has no vectors of release {join_few(sorted(missing))}; name "
+            f"one of its releases: {join_few(sorted(infos))}"
         )
     return [infos[release] for release in sorted(set(releases) or infos)]
 

@@ -129,8 +129,8 @@ class GatewayFollower:
                 trouble = f"{hosted.name}: {error}"
         if trouble and trouble != self._trouble:
             log.error(
-                "cannot follow the other gateways: a gallery keeps its present release here, and "
-                "it is tried again",
+                "cannot follow the other gateways, so a gallery keeps its present release here; "
+                "the gateway tries again",
                 error=trouble,
             )
         self._trouble = trouble
@@ -159,7 +159,7 @@ class GatewayFollower:
                 except UnavailableError as error:
                     log.warning(
                         "the database does not answer, so changes of other gateways are not seen "
-                        "yet; tried again",
+                        "yet; the gateway tries again",
                         error=str(error),
                     )
                     self._stopping.wait(_LEAD_CHECK_SECONDS)
@@ -176,8 +176,8 @@ class GatewayFollower:
                         self._activations.resume()
                 except NobackfillError as error:
                     log.warning(
-                        "cannot take over the activation of a gateway that has stopped; tried "
-                        "again",
+                        "cannot take over the activation of a gateway that has stopped; this "
+                        "gateway tries again",
                         error=str(error),
                     )
 

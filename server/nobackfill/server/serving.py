@@ -208,8 +208,8 @@ class PlanManager:
                     # Other gateways serve it. This gateway lacks a release, and keeps its plan
                     # until it has it.
                     log.error(
-                        "a gallery keeps its present release here, because this gateway lacks one "
-                        "that it needs",
+                        "a gallery keeps its present release here, because this gateway lacks a "
+                        "release that the gallery needs",
                         gallery=hosted.name,
                         error=str(error),
                     )
@@ -298,7 +298,8 @@ class PlanManager:
         for plan in old_plans:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning(
-                    "a call still uses the models of an earlier release, so they stay loaded"
+                    "a call still uses the models of an earlier release, so these models stay "
+                    "loaded for now"
                 )
                 return False
         for hosted in self._galleries.all():

@@ -142,9 +142,10 @@ def parse_state(content: bytes | str, location: str, writer: object = None) -> S
                 f"to nobackfill {version('nobackfill')}, which reads format 1; start "
                 f"{describe_writer(writer)}"
             ) from error
+        where = ".".join(map(str, problems[0]["loc"])) or "content"
         raise VerificationError(
-            f"{location}: this state is damaged ({error}); restore it from a backup with `gateway "
-            "data restore`, or from a backup of the database"
+            f"{location}: the gateway's state is damaged ({where}: {problems[0]['msg']}); restore "
+            "the state from a backup with `gateway data restore`, or from a backup of the database"
         ) from error
 
 
@@ -617,6 +618,6 @@ def _is_cut(path: Path) -> bool:
         return False
     except OSError as error:
         raise CannotWriteError(
-            f"{path}: cannot be read before it is written ({error.strerror}); check its "
-            "permissions and the disk"
+            f"{path}: this file cannot be read ({error.strerror}), so the gateway does not append "
+            "to it; check its permissions and the disk"
         ) from error

@@ -136,7 +136,7 @@ def split_store_address(store: str) -> tuple[str, str | None]:
         found = f"{len(engines)} of them" if len(engines) > 1 else "one of another form"
         raise ConfigurationError(
             "store: expected one option ?vectors=milvus+http://HOST:PORT in the address, or none, "
-            f"found {found}"
+            f"found {found}; correct the address"
         )
     return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 

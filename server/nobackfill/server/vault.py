@@ -276,8 +276,9 @@ class VaultBlobs:
         if not has_room:
             # The error is made outside of the lock, because it lists files.
             raise QuotaExceededError(
-                f"expected at most {self._quota} bytes of blobs for one name, got {used} with this "
-                "blob; delete some blobs, or ask the operator for a larger quota"
+                f"blob {blob.id}: expected at most {self._quota} bytes of blobs under the name of "
+                f"one token, got {used} with this blob; delete some blobs, or ask the operator for "
+                "a larger quota"
                 f"{self._unfinished(owner, part)}"
             )
         try:

@@ -287,7 +287,7 @@ def move(
 
         if source == target:
             raise ConfigurationError(
-                "--from and --to name the same store; name another one with --to"
+                "--from and --to name the same store; name another store with --to"
             )
         check_store_folder(source)
         old, new = store_folder(source, Path()), store_folder(target, Path())

@@ -154,13 +154,13 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     ]
     if not active:
         notes.append(
-            "no release is active yet, so galleries cannot be made or searched; it begins with the "
-            "newest published release that `gateway releases` lists"
+            "no release is active yet, so galleries cannot be made or searched; the gateway begins "
+            "with the newest published release that `gateway releases` lists"
         )
     if not is_up:
         notes.append(
-            "the model server does not answer, so images cannot be put or searched; read the log "
-            "of the gateway"
+            "the model server (Triton) does not answer, so images cannot be put or searched; read "
+            "the log of the gateway"
         )
     result = {"failed_releases": failed, "active_release": active, "model_server_up": is_up}
     show(as_json, plain(answer) | result, rows)

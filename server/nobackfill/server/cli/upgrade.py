@@ -63,8 +63,9 @@ def upgrade(
         settings = load_settings(flags, None)
         if settings.store is None or settings.store.get_secret_value().startswith(SQLITE):
             raise ConfigurationError(
-                "--store: expected postgresql://USER@HOST/DATABASE, got none or a folder, which "
-                f"only its own gateway may change; run `gateway activate {number}` there"
+                "--store: expected postgresql://USER@HOST/DATABASE, got none or a folder. Only the "
+                "gateway that serves a folder may change it: run `gateway activate "
+                f"{number} --server HOST:PORT`"
             )
         # No client calls this process, and its files are temporary: all that must last is in the
         # database.

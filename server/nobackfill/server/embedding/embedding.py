@@ -549,7 +549,7 @@ class QueryAdapters:
         except UnusableOutputError as error:
             raise InvalidInputError(
                 f"query: the query adapter of release {manifest.release} returns no usable vector "
-                f"in the space of release {adapter.to_release} for it; send another query"
+                f"in the space of release {adapter.to_release} for this query; send another query"
             ) from error
 
 
@@ -647,7 +647,8 @@ class Batcher(Generic[Query, Answer]):
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 raise DeadlineError(
-                    "the call's deadline passed while it waited to be embedded; allow more time"
+                    "the call's deadline passed while its image or text waited for the model; "
+                    "allow more time"
                 )
         # Its batch began to run, or it became the leader, just now.
         entry.turn.acquire()

@@ -804,7 +804,7 @@ class SpaceChoice:
         known = [spaces[space].release for space in query if space in spaces]
         if known and max(known) in self._state.current.retired:
             return _retired(max(known))
-        origin = f"release {max(known)}" if known else "no release known here"
+        origin = f"release {max(known)}" if known else "a release that is unknown to this gateway"
         return IncompatibleSpaceError(
             f"query: expected an embedding of release {answering}, which answers in this gallery, "
             f"got one of {origin}; embed the query with release {answering}, or send the image"

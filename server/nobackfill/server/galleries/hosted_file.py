@@ -767,6 +767,7 @@ class HostedInFile(HostedGallery):
             # The index is a cache: the next start builds it again.
             log.warning(
                 "the search index of a gallery was not saved; the next start builds it again",
+                gallery=self.name,
                 error=str(error),
             )
         if all(info.spec.space != space for info in self.spaces()):
@@ -844,7 +845,11 @@ def index_opener(
             try:
                 return hnsw.load_index(path, spec, labels, vectors)
             except VerificationError as error:
-                log.warning("index file is damaged; the index is built again", error=str(error))
+                log.warning(
+                    "the file of a gallery's search index is damaged; the index is built again",
+                    file=str(path),
+                    error=str(error),
+                )
                 path.unlink(missing_ok=True)
         base = None if source is None else source.snapshot().base.index
         if not isinstance(base, HnswIndex):

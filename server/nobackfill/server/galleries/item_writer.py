@@ -321,10 +321,11 @@ class ItemWriter:
         side = None
         if bare.side is not None:
             if encoder is None or bare.side_space != manifest.side_space:
+                side_space = f"space {bare.side_space[:64]!r}" if bare.side_space else "no space"
                 raise IncompatibleSpaceError(
                     f"item: expected side-information in the space that release {manifest.release} "
-                    f"uses, got space {(bare.side_space or '')[:64]!r}; compute it with the "
-                    "side-information encoder of that release, or leave it out"
+                    f"uses, got {side_space}; compute it with the side-information encoder of that "
+                    "release, or leave it out"
                 )
             name = f"side-information of release {manifest.release}"
             side = vector_from_bytes(bare.side, encoder.dim, error_name=name)
@@ -336,9 +337,9 @@ class ItemWriter:
         )
         if runner is None:
             raise IncompatibleSpaceError(
-                f"item: got vectors of release {manifest.release}, but no published upgrade leads "
-                f"from it to release {plan.query_manifest.release} with this side-information; "
-                "send the image instead"
+                f"item: got vectors of release {manifest.release}, but no published upgrade for "
+                "this side-information leads from that release to release "
+                f"{plan.query_manifest.release}; send the image instead"
             )
         upgraded = runner.run(embedding, side)
         return (

@@ -285,7 +285,7 @@ def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
     try:
         stamp, lines = _stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigurationError(
             f"--tokens-file: cannot read the tokens file {path} ({reason}); check its name and "
             "permissions"
@@ -311,12 +311,13 @@ def _token(fields: list[str], where: str) -> _Token:
         what, _, number = fields.pop().partition("=")
         if what in bounds or what not in ("rate", "items"):
             raise ConfigurationError(
-                f"{where}: {expected}; got {what[:32]!r}, which is unknown or there twice"
+                f"{where}: {expected}; got {what[:32]!r}, which is unknown or there twice; correct "
+                "the line"
             )
         bounds[what] = number
     if len(fields) not in (3, 4):
         count = "1 word" if len(fields) == 1 else f"{len(fields)} words"
-        raise ConfigurationError(f"{where}: {expected}; got {count}")
+        raise ConfigurationError(f"{where}: {expected}; got {count}; correct the line")
     name, role, digest = fields[:3]
     role, bound, names = role.partition(":")
     if role not in _ANY:
@@ -325,10 +326,16 @@ def _token(fields: list[str], where: str) -> _Token:
             "the line"
         )
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
-        raise ConfigurationError(f"{where}: {expected}; only reader and writer may have galleries")
+        raise ConfigurationError(
+            f"{where}: {expected}; got {fields[1][:80]!r}, but only the roles reader and writer "
+            "may have galleries, with names of a-z, 0-9, '-' and '_'; correct the line"
+        )
     galleries = frozenset(names.split(",")) if bound else None
     if "items" in bounds and (role != Role.WRITER or galleries is None):
-        raise ConfigurationError(f"{where}: {expected}; items needs a writer with galleries")
+        raise ConfigurationError(
+            f"{where}: {expected}; items=N needs the role writer with galleries, as in "
+            "writer:GALLERY; correct the line"
+        )
     rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
     items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
     if not re.fullmatch("[0-9a-fA-F]{64}", digest):
@@ -360,13 +367,19 @@ def _rate(text: str, problem: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigurationError(f"{problem}; rate is a number of calls a second, got {text[:32]}")
+        raise ConfigurationError(
+            f"{problem}; rate=N is a number of calls a second, above 0 and below 1e9, got "
+            f"{text[:32]!r}; correct the line"
+        )
     return number
 
 
 def _items(text: str, problem: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigurationError(f"{problem}; items is a number of items, got {text[:32]}")
+        raise ConfigurationError(
+            f"{problem}; items=N is a whole number of items, of 1 to 12 digits, got {text[:32]!r}; "
+            "correct the line"
+        )
     return int(text)
 
 
@@ -655,8 +668,14 @@ def without_folders(sentence: str) -> str:
 
 def _generic_message(code: StatusCode, request_id: str) -> str:
     if code is StatusCode.UNAVAILABLE:
-        return f"the storage failed; the gateway's log has the details of request {request_id}"
-    return f"unexpected failure; the gateway's log has the details of request {request_id}"
+        return (
+            "the gateway's storage failed; try again later. The gateway's log has the details of "
+            f"request {request_id}"
+        )
+    return (
+        "unexpected failure of the gateway; report it to the operator, whose log has the details "
+        f"of request {request_id}"
+    )
 
 
 log = structlog.get_logger("server.survival")

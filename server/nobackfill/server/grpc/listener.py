@@ -82,7 +82,7 @@ def needs_plain_server(settings: Settings) -> bool:
     """
     try:
         if settings.plain_grpc:
-            raise ImportError("plain_grpc is set")
+            raise ImportError("the setting plain_grpc is true")
         from nobackfill.server.grpc.loop import LoopServer  # noqa: F401
     except ImportError as error:
         reason = str(error)
@@ -93,7 +93,8 @@ def needs_plain_server(settings: Settings) -> bool:
         raise ConfigurationError(
             f"address {settings.address} can be reached from other machines, but only a plain "
             f"grpc.server can serve ({reason}), and callers that send nothing can block it. "
-            "Install the grpcio of constraints.txt, listen on 127.0.0.1, or set plain_grpc_open"
+            "Install the grpcio of constraints.txt, listen on 127.0.0.1, or set plain_grpc_open = "
+            "true in the settings file"
         )
     log.warning(
         "serving with a plain grpc.server, more slowly; to change that, install the grpcio of "
@@ -377,7 +378,10 @@ class ConnectionLimiter:
             try:
                 descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
             except FileNotFoundError:
-                lanes_log.warning("connections are not limited by peer: this system has no /proc")
+                lanes_log.warning(
+                    "the connections of one client are not limited, because this system has no "
+                    "/proc"
+                )
                 return
             except OSError:
                 # No descriptor is free for the look; gRPC ends silent connections.
@@ -399,7 +403,12 @@ class ConnectionLimiter:
             if excess > 0:
                 for _, descriptor in sorted(connections, reverse=True)[:excess]:
                     self._shut(descriptor, peer)
-                lanes_log.warning("closed connections: one peer had too many", connections=excess)
+                lanes_log.warning(
+                    "closed connections of a client that had too many of them",
+                    client=peer,
+                    limit=LARGEST_PEER,
+                    connections=excess,
+                )
 
     def _connection(self, descriptor: int) -> tuple[str, int] | None:
         """Return the peer of a connection to our port, and the milliseconds of its silence; None

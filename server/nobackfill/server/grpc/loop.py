@@ -95,7 +95,7 @@ def check_grpcio() -> None:
     first, untested = TESTED_GRPCIO
     if not first <= tuple(int(part) for part in version.split(".")[:2]) < untested:
         raise ImportError(
-            f"grpcio {version} was not tested with the hot path; it needs "
+            f"grpcio {version} was not tested with the gateway's fast server, which needs "
             f"{'.'.join(map(str, first))} to below {'.'.join(map(str, untested))}"
         )
     for name in _CONSTANTS:
@@ -832,7 +832,8 @@ class CallExecutor(Executor):
         if longest is not None:
             longest.end_unread(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"expected at most {self._max_awaited} calls without a message; send it promptly",
+                f"expected at most {self._max_awaited} calls of one caller that wait for their "
+                "request message, got more; send the message of each call promptly",
             )
         arrival.receive(lambda message: self._received(arrival, message))
 
@@ -934,7 +935,9 @@ class CallExecutor(Executor):
 
     def _end_without_message(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
-            arrival.refuse(InvalidInputError("expected one request message in the call, got none"))
+            arrival.refuse(
+                InvalidInputError("expected one request message in the call, got none; send one")
+            )
         else:
             arrival.rpc.end(arrival.rpc.code or grpc.StatusCode.CANCELLED)
 
@@ -968,10 +971,15 @@ class CallExecutor(Executor):
         for arrival in silent:
             arrival.end_unread(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no message arrived within {self._patience_s:g} s; send it promptly",
+                f"the call's request message did not arrive within {self._patience_s:g} s; send "
+                "the message promptly",
             )
         if silent:
-            log.warning("ended calls whose clients sent no message in time", calls=len(silent))
+            log.warning(
+                "ended calls whose clients sent no message in time",
+                calls=len(silent),
+                seconds=self._patience_s,
+            )
 
 
 _STARTED = _server._ServerStage.STARTED

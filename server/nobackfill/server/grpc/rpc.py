@@ -224,7 +224,7 @@ class Lane:
         except RuntimeError as error:
             # The system has no thread left, so an existing one will do it; or the lane is closed.
             lanes_log.warning(
-                "cannot start a thread for a call, so it waits for one that is busy",
+                "cannot start a thread for a call, so the call waits for a busy thread",
                 lane=self.name,
                 error=str(error),
             )
@@ -699,7 +699,9 @@ class StallMonitor:
                 continue
             stream.enforce(refusal)
             if since is not None and now - since > self._patience_s:
-                log.warning("ended a stream, because its client has stopped reading or sending")
+                log.warning(
+                    "ended a streaming call, because its client has stopped reading or sending"
+                )
                 stream.context.cancel()
 
 
@@ -1112,7 +1114,8 @@ class PlainRpc(Rpc):
             return next(messages)
         except StopIteration:
             raise InvalidInputError(
-                "expected one request message before the client's end of the stream, got none"
+                "expected one request message before the client's end of the stream, got none; "
+                "send one"
             ) from None
         finally:
             awaited.discard(self)

@@ -259,7 +259,11 @@ class Healer(Reembedding[int]):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         if missing:
-            self.record_failure(NotFoundError(f"the source lacks {len(missing)} items of a batch"))
+            self.record_failure(
+                NotFoundError(
+                    f"the source has no original of {len(missing)} items that are to be re-embedded"
+                )
+            )
         if not originals or not self._hosted.users.enter():
             return ()
         try:

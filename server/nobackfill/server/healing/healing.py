@@ -555,8 +555,8 @@ class Healing:
     def _rest(self, hosted: HostedGallery, error: Exception) -> None:
         """Log that a gallery's source cannot be used, and leave it alone for a while."""
         log.error(
-            "cannot use the source of a gallery, so its items are not re-embedded; tried again "
-            "later",
+            "cannot use the source of a gallery, so its items are not re-embedded; the gateway "
+            "tries again later",
             gallery=hosted.name,
             error=str(error),
         )
@@ -622,7 +622,8 @@ class Healing:
             if not healer.close(max(0.0, end - time.monotonic())):
                 if seconds:
                     log.warning(
-                        "a source of items does not answer, so its last batch is not re-embedded"
+                        "the source of a gallery does not answer, so its last batch of items is "
+                        "not re-embedded"
                     )
                 continue
             cost, past = healer.cost, self._past_cost

@@ -104,8 +104,9 @@ class HealingSource:
             is_sound = False
         if not is_sound:
             raise VerificationError(
-                "its source of items was registered by a newer version, and this one cannot read "
-                "it; update the gateway, or register the source again with `gateway update-gallery`"
+                "the gallery's source of originals was registered by a newer nobackfill, and this "
+                "one cannot read the registration; update the gateway, or register the source "
+                "again with `gateway update-gallery`"
             )
         return source
 
@@ -247,7 +248,7 @@ def _function(name: str) -> Callable[[str], str | bytes | None]:
     if not callable(member):
         raise ConfigurationError(
             f"item_functions: {name} is not a function; name one that takes an item id and returns "
-            "its text or bytes"
+            "the item's text or bytes"
         )
     function: Callable[[str], str | bytes | None] = member
     return function

@@ -94,7 +94,8 @@ def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict
             _return(hosted, active_release)
         except UNUSABLE_GALLERY_ERRORS as error:
             log.error(
-                "a gallery that is ahead of the active release cannot return to it",
+                "a gallery has a newer release than the active one, and cannot return to the "
+                "active release",
                 gallery=hosted.name,
                 error=str(error),
             )
@@ -169,12 +170,13 @@ def record_failure(
                 state.transact(give_back, lead)
         except LeadershipLostError as error:
             log.error(
-                "the failed activation was not recorded here, because another gateway leads it now",
+                "the failure of the activation was not recorded by this gateway, because another "
+                "gateway leads the activation now",
                 error=str(error),
             )
         except NobackfillError as error:
             log.error(
-                "the failure of the activation is not recorded yet",
+                "the failure of the activation is not recorded yet; the gateway tries again",
                 release=release,
                 error=str(error),
             )
@@ -196,7 +198,10 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
             return
         except NobackfillError as error:
             if str(error) != last_error:
-                log.error("the failure of the activation is not recorded yet", error=str(error))
+                log.error(
+                    "the failure of the activation is not recorded yet; the gateway tries again",
+                    error=str(error),
+                )
             last_error = str(error)
         else:
             return
@@ -301,8 +306,8 @@ class Activations:
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
-                f"old_space_seconds: expected at most {_MAX_OLD_SPACE_SECONDS} (100 years), got "
-                f"{old_space_seconds}"
+                f"old_space_seconds: expected at most {_MAX_OLD_SPACE_SECONDS} seconds (100 "
+                f"years), got {old_space_seconds}"
             )
         manifest = self._parts.catalog.find_manifest(release)
         with self.block_activations(), self._take_lead("begin another activation") as lead:
@@ -422,8 +427,9 @@ class Activations:
 
     def _give_up(self, record: Activation, lead: Leadership) -> None:
         reason = (
-            f"the gateway crashed {1 + record.resumed} times during its activation; if that had "
-            f"another cause, run `gateway activate {record.release}`"
+            f"the gateway crashed {1 + record.resumed} times during the activation of release "
+            f"{record.release}; if the activation was not the cause, run `gateway activate "
+            f"{record.release}` again"
         )
         log.error(
             "the activation is given up; the former release goes on answering",
@@ -507,7 +513,7 @@ class Activations:
                 if self.is_canary_running(release):
                     raise PreconditionError(
                         f"another gateway leads the canary of release {release}; run `gateway "
-                        f"canary promote {release}` there"
+                        f"canary promote {release} --server HOST:PORT` with that gateway's address"
                     )
                 raise _no_canary(release)
             if not self._parts.canaries.has_answered(release):
@@ -682,8 +688,8 @@ class Activations:
         waits = during_canary and run is not None and run.waiting
         if release is not None and not waits:
             raise BusyError(
-                f"cannot {action} while release {release} is being activated; try again when that "
-                "has ended, or run `gateway rollback --yes`"
+                f"cannot {action} while release {release} is being activated; try again when the "
+                "activation has ended, or cancel it with `gateway rollback --yes`"
             )
 
     def _launch(self, record: Activation, lead: Leadership) -> RolloutRun:
@@ -736,7 +742,9 @@ class Activations:
                 if not state.shared or time.monotonic() >= end:
                     raise
                 log.warning(
-                    "the activation stopped, and begins again with its first step", error=str(error)
+                    "the activation stopped because of an error, and begins again with its first "
+                    "step",
+                    error=str(error),
                 )
             run.cancelled.wait(_RETRY_PAUSE_SECONDS)
             run.raise_if_cancelled()
@@ -780,14 +788,17 @@ class Activations:
 def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None) -> None:
     if rollout not in (None, "cutover"):
         raise PreconditionError(
-            f"rollout: a canary needs cutover, got {rollout}; leave the rollout out"
+            f"rollout: a canary needs the rollout cutover, got {rollout}; leave the rollout out"
         )
     if active == release:
-        raise PreconditionError(f"release {release} is active already; a canary needs another one")
+        raise PreconditionError(
+            f"release {release} is active already; a canary needs another release, which `gateway "
+            "releases` lists"
+        )
     if active is None:
         raise PreconditionError(
-            f"a canary compares release {release} with the active release, and none is active; run "
-            f"`gateway activate {release}`"
+            f"a canary compares release {release} with the active release, but no release is "
+            f"active; run `gateway activate {release}`"
         )
 
 
@@ -805,8 +816,8 @@ def check_canary(canary: Canary) -> None:
     grows = all(share < next_share for share, next_share in pairwise(shares))
     if not (shares[0] > 0 and shares[-1] <= 1 and grows):
         raise InvalidInputError(
-            "canary: expected growing shares above 0 and at most 1, got "
-            + ", ".join(f"{share:g}" for share in shares)
+            "canary: expected shares of the callers above 0 and at most 1, each step larger than "
+            f"the one before, got {', '.join(f'{share:g}' for share in shares)}"
         )
     if not 0 <= canary.every_s <= _MAX_STEP_SECONDS or (canary.steps and not canary.every_s):
         raise InvalidInputError(

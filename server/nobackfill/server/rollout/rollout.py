@@ -431,7 +431,8 @@ class Rollout:
             else:
                 note = (
                     f"no upgrade leads from release {spec.release} to {manifest.release} "
-                    "with the side-information that the gallery has"
+                    "with the side-information that the gallery has; publish such an upgrade, or "
+                    "put the images again"
                 )
                 hosted.store_state({NOTE: note})
         return movable

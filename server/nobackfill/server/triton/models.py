@@ -275,7 +275,8 @@ class TritonModels:
         if not self._up.is_set():
             tail = "" if self._process is None else self._process.log_tail()
             log.error(
-                "the model server does not answer yet; searches by embedding work without it",
+                "the model server (Triton) does not answer yet; searches by embedding work without "
+                "it",
                 address=self._client.address, log=tail,
             )  # fmt: skip
 
@@ -296,8 +297,8 @@ class TritonModels:
         if not self._up.wait(min(_START_S, context.current_call().remaining())):
             raise UnavailableError(
                 f"release {manifest.release} cannot be loaded: the model server (Triton) does not "
-                "answer; read its log in the gateway's data folder, and try again when the "
-                "gateway logs `model server up`"
+                "answer; read its log, triton.log in the gateway's data folder, and try again when "
+                "the gateway logs `model server up`"
             )
         with self._lock:
             self._leftover -= set(model_names(manifest))
@@ -369,7 +370,8 @@ class TritonModels:
                 self._client.unload(name, LIVE_TIMEOUT_S)
             except UnavailableError as error:
                 log.warning(
-                    "the model server (Triton) has not unloaded a model yet; tried again",
+                    "the model server (Triton) has not unloaded a model yet; the gateway tries "
+                    "again",
                     model=name,
                     error=str(error),
                 )
@@ -530,7 +532,9 @@ class TritonModels:
         try:
             process.start()
         except (UnavailableError, CannotWriteError, OSError) as error:
-            log.error("cannot start the model server (Triton); tried again", error=str(error))
+            log.error(
+                "cannot start the model server (Triton); the gateway tries again", error=str(error)
+            )
             self._first_result.set()
         with self._lock:
             # A new Triton loads only the needed models.
@@ -548,7 +552,7 @@ class TritonModels:
             names = sorted({name for manifest in manifests for name in model_names(manifest)})
             for name, error in load_models(self._client, self._model_repo, names).items():
                 log.error(
-                    "the model server (Triton) cannot load a model again; tried again",
+                    "the model server (Triton) cannot load a model again; the gateway tries again",
                     model=name,
                     error=str(error),
                 )

@@ -390,9 +390,9 @@ def install(folder: Path) -> None:
     pip_failure = _run(python, *pip, "--requirement", REQUIREMENTS)
     if pip_failure is not None or not has_triton(folder):
         raise UnavailableError(
-            f"{folder}: cannot install Triton's packages ({pip_failure or 'no tritonserver'}); "
-            "they need a package index and Python 3.12 or older; without them, serve with "
-            "--triton=in-process"
+            f"{folder}: cannot install Triton's packages "
+            f"({pip_failure or 'tritonserver is missing'}); they need a package index and Python "
+            "3.12 or older; without them, serve with --triton=in-process"
         )
 
 

@@ -120,8 +120,8 @@ def job_from_json(text: str) -> Job:
         return Job(**values, state=state, complete=complete)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VerificationError(
-            "the progress of this gallery's upgrade was stored by a newer version, and this one "
-            "cannot read it; update this gateway"
+            "the progress of this gallery's upgrade was stored by a newer nobackfill, and this one "
+            "cannot read the progress; update this gateway"
         ) from error
 
 

@@ -79,7 +79,7 @@ def _expression(expression: types.Expression) -> Filter:
         # `not` is a keyword of Python, so the attribute needs getattr.
         return Not(_expression(getattr(expression, "not")))
     raise InvalidInputError(
-        "filter: expected condition, all, any or not in an expression, got none"
+        "filter: expected condition, all, any or not in each expression, got none of them; set one"
     )
 
 
@@ -99,7 +99,7 @@ def _condition(condition: types.Condition) -> KeyTest | Not:
         return Exists(key) if condition.exists else Not(Exists(key))
     raise InvalidInputError(
         f"filter on {key[:64]!r}: expected equals, one_of, range, integer_range, time_range or "
-        "exists, got none of them"
+        "exists, got none of them; set one"
     )
 
 

@@ -244,7 +244,8 @@ def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
     remove = frozenset(request.remove)
     if both := remove & set(values):
         raise InvalidInputError(
-            f"metadata key {min(both)[:64]!r}: expected it in `set` or in `remove`, got it in both"
+            f"metadata key {min(both)[:64]!r}: expected the key in `set` or in `remove`, got it in "
+            "both; send it in one of them"
         )
     selection = _select_items(hosted, request)
     return edits.change_metadata(
@@ -702,7 +703,7 @@ def _put(item: pb.PutItem) -> NewItem:
         return NewItem(item.id, item.text, metadata)
     if kind is None:
         raise InvalidInputError(
-            "item: expected an image, a text or vectors as its content, got none of them"
+            "item: expected an image, a text or vectors as its content, got none of them; send one"
         )
     embedding = item.vectors.embedding
     if not item.vectors.HasField("side_info"):

@@ -139,8 +139,9 @@ def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published
     if not is_valid:
         raise InvalidInputError(
             "report: expected a release that is published here, a failure that the .proto file "
-            "defines, seconds from 0 to below 1e9, and neighbours_kept from 0 to 1; correct the "
-            "report"
+            "defines, seconds from 0 to below 1e9, and neighbours_kept from 0 to 1; got "
+            f"{'' if is_published else 'the unknown '}release {report.release}, failure "
+            f"{report.failure}, {report.seconds:g} s and {neighbours_kept:g}; correct the report"
         )
     release = str(report.release)
     failure = _FAILURES[report.failure]
@@ -285,7 +286,8 @@ class ReleaseService(ReleaseServiceServicer):
             raise InvalidInputError(
                 "expected a rollout that the .proto file defines (direct, dual, cutover or "
                 "unspecified), and spare_cores, the share of cores left to searches, from 0 to "
-                f"below 1; got {request.rollout} and {request.spare_cores:g}"
+                f"below 1; got rollout {request.rollout} and spare_cores "
+                f"{request.spare_cores:g}"
             )
         number = request.number
         canary = from_canary(request.canary) if request.HasField("canary") else None

@@ -184,11 +184,11 @@ class SearchService(SearchServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         if not request.queries:
-            raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} of them, got none")
+            raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} queries, got none")
         if len(request.queries) > LARGEST_BATCH:
             raise TooLargeError(
-                f"queries: expected 1 to {LARGEST_BATCH} of them, got {len(request.queries)}; "
-                "send them in several calls"
+                f"queries: expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; send "
+                "them in several calls"
             )
         queries = [_query(query) for query in request.queries]
         with self._galleries.use_gallery(request.gallery) as hosted:
@@ -220,7 +220,8 @@ class SearchService(SearchServiceServicer):
         if kind is None or not request.request_id:
             raise InvalidInputError(
                 "feedback: expected the request_id of a search answer, and a kind: clicked, "
-                "confirmed or rejected; got none of them"
+                f"confirmed or rejected; got request_id {request.request_id[:64]!r} and kind "
+                f"{request.kind}"
             )
         counted = self._canaries.record_feedback(request.request_id, request.item_id, kind)
         return pb.FeedbackResponse(counted=counted)
@@ -250,14 +251,17 @@ def _parse_simple(message: bytes) -> tuple[str, str | None, bytes, int, float] |
 
 def _k(k: int) -> int:
     if k > LARGEST_K:
-        raise InvalidInputError(f"k: expected 1 to {LARGEST_K}, got {k}")
+        raise InvalidInputError(f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}")
     return k or DEFAULT_K
 
 
 def _ef(accuracy: pb.Accuracy) -> int:
     kind = accuracy.WhichOneof("accuracy")
     if kind == "ef" and not 1 <= accuracy.ef <= LARGEST_EF:
-        raise InvalidInputError(f"accuracy.ef: expected 1 to {LARGEST_EF}, got {accuracy.ef}")
+        raise InvalidInputError(
+            f"accuracy.ef, the width of the graph search: expected 1 to {LARGEST_EF}, got "
+            f"{accuracy.ef}"
+        )
     return EXACT_EF if accuracy.exact else accuracy.ef
 
 
@@ -269,11 +273,14 @@ def _query(query: pb.Query) -> Query:
         return query.text
     embeddings = query.embeddings.embeddings
     if kind is None or not embeddings:
-        raise InvalidInputError("query: expected an image, a text, or at least one embedding")
+        raise InvalidInputError(
+            "query: expected an image, a text, or at least one embedding, got none of them"
+        )
     values = {embedding.space: embedding.values for embedding in embeddings}
     if len(values) != len(embeddings):
         raise InvalidInputError(
-            "query: expected at most one embedding for each space, got two for one"
+            "query: expected at most one embedding for each space, got two for one space; send one "
+            "of them"
         )
     return values
 
@@ -282,7 +289,9 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
     if not request.HasField("max_distance"):
         return math.inf
     if math.isnan(request.max_distance):
-        raise InvalidInputError("max_distance: expected a number, got NaN")
+        raise InvalidInputError(
+            "max_distance: expected a number, got NaN; send a number, or leave max_distance out"
+        )
     return request.max_distance
 
 

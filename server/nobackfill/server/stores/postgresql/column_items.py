@@ -124,7 +124,7 @@ def _translate(error: psycopg.Error, name: str) -> Exception:
     if isinstance(error, psycopg.errors.QueryCanceled):
         return UnavailableError(
             f"item {name!r}: the database of the setting item_columns did not answer within "
-            f"{_TIMEOUT_SECONDS} s; it is tried again later"
+            f"{_TIMEOUT_SECONDS} s; the gateway tries again later"
         )
     if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
         return NotFoundError(
@@ -133,6 +133,6 @@ def _translate(error: psycopg.Error, name: str) -> Exception:
         )
     return translate_error(error) or InvalidInputError(
         f"item {name!r}: the table or column of the setting item_columns cannot be read: "
-        f"{error.diag.message_primary or type(error).__name__}. Correct the setting, or the "
-        "rights of its user"
+        f"{error.diag.message_primary or type(error).__name__}. Correct the setting in the "
+        "file of `gateway serve --settings FILE`, or the rights of the user in its address"
     )

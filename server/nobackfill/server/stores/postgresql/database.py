@@ -159,13 +159,18 @@ def translate_error(error: Exception) -> NobackfillError | None:
         (
             (pg.ReadOnlySqlTransaction,),
             CannotWriteError(
-                "the database is read-only, perhaps a standby; name the primary, or "
-                "all of them as postgresql://USER@HOST1,HOST2/DATABASE?target_session_attrs="
+                "the database is read-only, perhaps a standby; name the primary server in the "
+                "address, or all servers, as in postgresql://USER@HOST1,HOST2/DATABASE?target_session_attrs="
                 "read-write"
             ),
         ),
         (_BUSY, BusyError(f"the database is busy ({message}); try again in a few seconds")),
-        (_UNWRITABLE, CannotWriteError(f"the database cannot write ({message}); free some space")),
+        (
+            _UNWRITABLE,
+            CannotWriteError(
+                f"the database cannot write ({message}); free some space on the disk of its server"
+            ),
+        ),
         (
             _REFUSED,
             ConfigurationError(
@@ -173,7 +178,10 @@ def translate_error(error: Exception) -> NobackfillError | None:
                 "password and database in the address, and the user's rights"
             ),
         ),
-        (_GONE, GalleryDeletedError("the gallery was closed or deleted")),
+        (
+            _GONE,
+            GalleryDeletedError("the gallery was deleted; `gateway gallery list` shows the others"),
+        ),
         (
             (pg.DataCorrupted, pg.IndexCorrupted),
             DamagedError("the database", message),
@@ -182,7 +190,7 @@ def translate_error(error: Exception) -> NobackfillError | None:
             (pg.OutOfMemory, pg.InsufficientResources),
             UnavailableError(
                 f"the database has no memory or other resources left ({message}); try again later, "
-                "or give its server more"
+                "or give the database's server more memory and connections"
             ),
         ),
     )
@@ -682,8 +690,8 @@ class Database:
                     return outcome
             time.sleep(0.05)
         raise UnavailableError(
-            "the database closed the connection during a commit, and its outcome is unknown; "
-            "repeating the call is safe"
+            "the database closed the connection during a commit, and it is unknown whether the "
+            "change was made; repeat the call, which is safe"
         )
 
     def _persistent(self, work: Callable[[Connection], Result]) -> Result:

@@ -158,7 +158,10 @@ def wait_for_recall(
                 recall = measure()
                 seconds = time.monotonic() - began
         except (BusyError, UnavailableError) as error:
-            log.warning("cannot measure the recall; trying again", error=str(error))
+            log.warning(
+                "cannot measure the recall of a search graph; the gateway tries again",
+                error=str(error),
+            )
         if recall is not None and recall >= RECALL:
             return
         if recall is not None and time.monotonic() - last_report >= _TELL_S:

@@ -247,8 +247,8 @@ class GatewayDatabaseLock:
                 "gateway of it, or name another database"
                 if exclusive
                 else "another process has locked this database: `gateway data move` moves its "
-                "galleries, or a gateway of an older version serves it; start again when that has "
-                "ended"
+                "galleries, or a gateway of an older version serves from it; start this gateway "
+                "again when that process has ended"
             )
         self._thread = threading.Thread(
             target=self._watch, args=(connection,), name="tenure", daemon=True
@@ -286,7 +286,9 @@ class GatewayDatabaseLock:
             except psycopg.Error:
                 lock = None
             except NobackfillError as error:
-                log.warning("the database does not answer; tried again", error=str(error))
+                log.warning(
+                    "the database does not answer; the gateway tries again", error=str(error)
+                )
         if lock is not None:
             lock.close()
 

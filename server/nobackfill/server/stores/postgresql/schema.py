@@ -238,8 +238,8 @@ def prepare(connection: Connection) -> None:
             )
         if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_PGVECTOR:
             raise ConfigurationError(
-                f"expected pgvector 0.8 or newer in the database, got {version}; install it and "
-                "run ALTER EXTENSION vector UPDATE"
+                f"expected pgvector 0.8 or newer in the database, got {version}; install a newer "
+                "pgvector on its server, and run ALTER EXTENSION vector UPDATE in the database"
             )
         migrate(connection)
         database.delete_old_marks(connection)

@@ -92,9 +92,9 @@ class WorkerProcesses:
                     if isinstance(future.exception(), BrokenProcessPool):
                         if tries == TRIES:
                             raise UnavailableError(
-                                f"upgrade: expected a worker process to upgrade {len(piece.labels)}"
-                                f" items, but {TRIES} processes ended while they did; check the "
-                                f"memory of this machine, and serve with fewer --workers than "
+                                f"upgrade: {TRIES} worker processes ended, one after another, "
+                                f"while each upgraded the same {len(piece.labels)} items; check "
+                                "the memory of this machine, and serve with fewer --workers than "
                                 f"{self._count}"
                             )
                         retries.append((piece, tries))
