@@ -112,7 +112,7 @@ def test_names_of_every_kind(setting: Setting, tmp_path: Path) -> None:
     os.rename(images[2], raw)  # noqa: PTH104
     done = put(setting.gallery, tmp_path / "names")
     assert set(done.added_names) == {str(spaced), str(newline)}
-    assert [reason for reason in done.refusals.values() if "not valid text" in reason]
+    assert [reason for reason in done.refusals.values() if "not valid UTF-8" in reason]
 
 
 def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
@@ -129,7 +129,10 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
             str(path): "expected a regular file, got a folder, pipe or device"
             for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
         },
-        str(folder / "again"): "a link to a folder, not followed; name it to add its images",
+        str(folder / "again"): (
+            "a link to a folder, which is not followed; name the link itself to add the images "
+            "behind it"
+        ),
     }
 
 

@@ -133,7 +133,7 @@ def test_people_get_sentences(setting: Setting) -> None:
 REFUSALS = [
     (["--gallery", "MISSING", "search", "--id", "x"], 66, "edge-client --gallery"),
     (["search", "--id", "x", "--gallery", "MISSING"], 66, "edge-client --gallery"),
-    (["search", "--id", "x"], 66, "no such item"),
+    (["search", "--id", "x"], 66, "x: this gallery has no searchable item"),
     (["search"], 2, "exactly one of images, --text and --id"),
     (["search", "--id", "x", "-k", "0"], 2, "not in the range"),
     (["add", "MISSING"], 65, "no such file"),
@@ -352,7 +352,9 @@ def test_names_that_are_none(setting: Setting, tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"\xff\n.png")
     shutil.copy(tmp_path / "here" / "5-0000.png", odd)
     answer = ask(setting.gallery, "add", odd, code=65)
-    assert list(answer["refused"].values()) == ["its name is not valid text; rename it"]
+    assert list(answer["refused"].values()) == [
+        "the name of this file is not valid UTF-8; rename the file"
+    ]
     run(setting.gallery, "add", odd, code=65)
     run(setting.gallery, "add", "x" * 5000, code=65)
     assert len(edge.contents(setting.gallery)) == 12

@@ -164,7 +164,7 @@ def test_a_report_takes_no_number_that_its_message_cannot_hold(
     statement = f"INSERT OR REPLACE INTO state VALUES ('last_sync', '{written}')"
     gallery = spoiled(setting, tmp_path / "one", statement)
     code, said = here(gallery, "report", "--to", "grpc://127.0.0.1:1")
-    assert code == 65 and "damaged (the state last_sync has an unexpected form)" in said, said
+    assert code == 65 and "damaged (its state has an unusable value of 'last_sync')" in said, said
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_rows_of_the_vault_that_nobody_wrote_are_named(
     made = f"{table}; INSERT INTO vault VALUES ({row})"
     gallery = spoiled(setting, tmp_path / "one", f"{made}; UPDATE vault SET {change}")
     code, said = here(gallery, "status")
-    assert code == 65 and "a row of the vault is not as it was written" in said, said
+    assert code == 65 and "its table of pushed images has a row with unusable values" in said, said
 
 
 def test_rescue_follows_no_link(setting: Setting, tmp_path: Path, here: Run) -> None:

@@ -89,7 +89,7 @@ def test_the_way_back_is_kept_until_the_release_is_confirmed(
     assert edge.follow(setting.gallery).confirmed == [1]
     with (
         Device(setting.gallery) as device,
-        pytest.raises(NotFoundError, match="dropped the previous release"),
+        pytest.raises(NotFoundError, match="deleted the vectors of the previous release"),
     ):
         roll_back(device)
     assert edge.contents(setting.gallery)[str(late[0])][0] == "native"

@@ -68,10 +68,14 @@ def _read(text: str) -> Filter:
         moment = date_to_microseconds(value)
         if moment is None:
             raise InvalidInputError(
-                f"expected a number, a date or a time after {sign} in {text!r}, got {value!r}"
+                f"condition on {key[:64]!r}: expected a number, a date or a time after {sign}, got "
+                f"{value[:80]!r}; write a date as 2026-01-31, or compare texts with = or !="
             )
         return TimeRange(key, **{_BOUNDS[sign]: moment})
-    raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
+    raise InvalidInputError(
+        f"condition on {key[:64]!r}: {text} has no order; expected = or != before true and false, "
+        f"got {sign}"
+    )
 
 
 def parse_value(text: str) -> Scalar:

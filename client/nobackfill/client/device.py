@@ -253,7 +253,9 @@ class Device(GalleryFile):
         row = self.store.get(id)
         item = None if row is None else self.store.items([row.label], self._space())[0]
         if item is None:
-            raise NotFoundError(f"{id}: no such item; `edge-client list` names them")
+            raise NotFoundError(
+                f"{id}: this gallery has no item of this id; `edge-client list` lists the ids"
+            )
         return Item(item.id, item.metadata, item.origin, item.uncertainty)
 
     def list(

@@ -240,7 +240,7 @@ class GalleryFile:
         """
         value = self.store.read_state_value(key)
         if value is not None and key in _KINDS and not _KINDS[key](value):
-            raise DamagedError(self.path, f"the state {key} has an unexpected form")
+            raise DamagedError(self.path, f"its state has an unusable value of {key!r}")
         return default if value is None else value
 
     def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
@@ -269,7 +269,7 @@ class GalleryFile:
         try:
             floor = VersionFloor.model_validate(self.state("floor"))
         except ValueError as error:
-            raise DamagedError(self.path, "the state floor has an unexpected form") from error
+            raise DamagedError(self.path, "its state has an unusable value of 'floor'") from error
         try:
             return Trust(self.models, fetcher, base_url, root, floor)
         except VerificationError:
@@ -312,18 +312,21 @@ class GalleryFile:
         digest = self.state("installed", {}).get(str(release))
         path = self.models / manifest_path(release)
         if digest is None:
-            raise NotFoundError(f"release {release} is not installed here; run `edge-client sync`")
+            raise NotFoundError(
+                f"{self.path}: release {release} is not installed for this gallery; run "
+                "`edge-client sync`"
+            )
         try:
             text = path.read_bytes()
         except OSError as error:
             raise VerificationError(
-                f"{path}: this file of the release cannot be read ({error.strerror}); run "
-                "`edge-client sync`"
+                f"{path}: this file of the release cannot be read ({error.strerror}); download it "
+                "again with `edge-client sync`"
             ) from error
         if hashlib.sha256(text).hexdigest() != digest:
             raise VerificationError(
-                f"{path}: this file of the release was changed after its download; run "
-                "`edge-client sync`"
+                f"{path}: this file of the release was changed after its download; download it "
+                "again with `edge-client sync`"
             )
         return text
 

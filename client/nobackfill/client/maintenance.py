@@ -147,8 +147,8 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     reserved = {"path", "folder", "name"} & notes.keys()
     if reserved:
         raise InvalidInputError(
-            f"metadata {join_few(sorted(reserved))}: the gallery stores the place of an item's "
-            "file under this key; use another key"
+            f"metadata key {join_few(sorted(reserved))}: the gallery stores the place of each "
+            "item's file under this key; use another key"
         )
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     items = [item for item in map(device.store.get, ids) if item is not None]
@@ -300,13 +300,14 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
             try:
                 check_vectors(vectors, spec.dim, error_name=description, unit=spec.unit)
             except UnusableRowsError as error:
-                raise DamagedError(device.path, error) from error
+                damage = f"{len(error.rows)} {description} are not finite, or have a wrong norm"
+                raise DamagedError(device.path, damage) from error
             count += len(vectors)
     if space.state == "active" and count < device.store.count():
         lacking = device.store.count() - count
         raise NotFoundError(
-            f"{lacking} items have no vector of the release that answers searches; add their "
-            "images again with `edge-client add`"
+            f"{lacking} items have no vector of release {spec.release}, which answers searches; "
+            "add their images again with `edge-client add`"
         )
     return count
 
@@ -352,7 +353,9 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         CannotWriteError: the disk is full or read-only, or the damaged file cannot be read.
     """
     if not path.is_file():
-        raise NotFoundError(f"{path}: there is no gallery; name the damaged one with --gallery")
+        raise NotFoundError(
+            f"{path}: this gallery file does not exist; name the damaged gallery with --gallery"
+        )
     if to.exists():
         raise AlreadyExistsError(f"{to}: already exists; name another file with --to")
     refuse_leftover_log(to)

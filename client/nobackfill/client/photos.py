@@ -72,8 +72,8 @@ def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan
             files[Path(os.path.abspath(file))] = None  # noqa: PTH100
             if len(files) > MOST_FILES:
                 raise InvalidInputError(
-                    f"{path}: expected at most {MOST_FILES} images at a time, there are more; name "
-                    "some of the files or folders below it"
+                    f"{path}: expected at most {MOST_FILES} images at a time, found more; name "
+                    "some of the files or folders below this one"
                 )
     scan.files = list(files)
     return scan
@@ -101,7 +101,8 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
                 scan.system_files.append(inside)
             elif os.path.islink(inside):  # noqa: PTH114
                 scan.refusals[inside] = (
-                    "a link to a folder, not followed; name it to add its images"
+                    "a link to a folder, which is not followed; name the link itself to add the "
+                    "images behind it"
                 )
             else:
                 enter.append(name)
@@ -140,7 +141,9 @@ def read_image(path: Path) -> tuple[bytes, str]:
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidInputError("its name is not valid text; rename it") from error
+        raise InvalidInputError(
+            "the name of this file is not valid UTF-8; rename the file"
+        ) from error
     data = read_file(path)
     return data, hashlib.sha256(data).hexdigest()
 

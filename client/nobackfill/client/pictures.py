@@ -161,7 +161,9 @@ def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Pa
     """
     kind = _FORMATS.get(target.suffix.lower())
     if kind is None:
-        raise InvalidInputError(f"{target}: expected a name that ends in {', '.join(_FORMATS)}")
+        raise InvalidInputError(
+            f"{target}: expected a file name that ends in {', '.join(_FORMATS)}; name another file"
+        )
     rows = [(answer, answer.hits[: _COLUMNS - 1]) for answer in answers]
     height = _THUMB + _TEXT + _MARGIN
     sheet = Image.new("RGB", (_COLUMNS * (_THUMB + _MARGIN), len(rows) * height), "white")

@@ -300,8 +300,9 @@ class Search:
         embedding = embeddings.get(self.spec.space)
         if embedding is None:
             raise IncompatibleSpaceError(
-                f"expected an embedding of release {self.spec.release} ({self.spec.space}), got "
-                f"{join_few(embeddings) or 'none'}; embed the query with that release"
+                f"query: expected an embedding in the space of release {self.spec.release} "
+                f"({self.spec.space}), got {join_few(embeddings) or 'none'}; embed the query with "
+                "that release"
             )
         query = np.ascontiguousarray(embedding, np.float32)[None]
         check_vectors(query, self.spec.dim, error_name="query", unit=self.spec.unit)
@@ -330,7 +331,10 @@ class Search:
         item = self._device.store.get(item_id)
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
         if item is None or vector is None:
-            raise NotFoundError(f"{item_id}: no such item; `edge-client list` names them")
+            raise NotFoundError(
+                f"{item_id}: this gallery has no searchable item of this id; `edge-client list` "
+                "lists the ids"
+            )
         answer = self._answers([item_id], vector, k, itself=True)[0]
         others = [hit for hit in answer.hits if hit.id != item.id]
         return replace(answer, hits=others[:k])

@@ -937,8 +937,9 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
     previous = device.previous()
     if previous is None:
         raise NotFoundError(
-            "a rollback is not possible: there was no upgrade yet, or a later `edge-client sync` "
-            "or `gc` dropped the previous release"
+            "a rollback is not possible: the gallery was not upgraded yet, or a later `edge-client "
+            "sync` or `gc` deleted the vectors of the previous release; to move on, run "
+            "`edge-client sync`"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release

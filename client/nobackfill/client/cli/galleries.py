@@ -137,7 +137,8 @@ def add(arguments: Namespace) -> None:
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
         arguments.refuse(
-            "expected either images, optionally with --set, or --texts FILE; got both or neither"
+            "expected either images, optionally with --set, or --texts FILE alone; got both or "
+            "neither"
         )
     if texts is not None:
         add_texts(arguments)

@@ -153,7 +153,10 @@ def push(arguments: Namespace) -> None:
             "or add a recovery key with --recipient age1…"
         )
     for item in report.missing_files:
-        output.print_note(f"{item}: its file is gone or was changed after it was added; not pushed")
+        output.print_note(
+            f"{item}: not pushed, because its file is gone or was changed after it was added; add "
+            "the file again with `edge-client add`"
+        )
     if report.unreadable:
         output.print_note(
             f"{join_few(report.unreadable)}: only the lost key opens the copies in the vault, and "

@@ -132,8 +132,8 @@ def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
     except pyrage.DecryptError as error:
         raise VerificationError(
-            f"the ciphertext is damaged, truncated, or encrypted to another key ({error}); pull it "
-            "again, or name the right key with --identity"
+            f"the ciphertext is damaged, truncated, or encrypted to another key ({error}); run "
+            "`edge-client pull` again, or name the right key with --identity"
         ) from error
 
 

@@ -103,7 +103,9 @@ class VaultQueue:
             )
             entries = [VaultEntry(*row) for row in rows]
         if not all(map(_is_sound, entries)):
-            raise DamagedError(self._store.path, "a row of the vault is not as it was written")
+            raise DamagedError(
+                self._store.path, "its table of pushed images has a row with unusable values"
+            )
         return entries
 
     def obsolete(self) -> list[VaultEntry]:

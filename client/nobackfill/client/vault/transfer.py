@@ -355,7 +355,8 @@ class VaultReader:
         if hashlib.sha256(image).hexdigest() != entry.image_sha256:
             raise VerificationError(
                 f"blob {entry.blob}: the vault returned another image than the one that was "
-                "pushed; nothing was written"
+                "pushed, and nothing was written; tell the gateway's operator, who can restore a "
+                "backup"
             )
         return image
 
@@ -496,7 +497,9 @@ def _entries(queue: VaultQueue, items: Sequence[str]) -> list[VaultEntry]:
     entries = {entry.item: entry for entry in queue.entries("stored")}
     for item in items:
         if item not in entries:
-            raise NotFoundError(f"{item}: the vault holds no image of this item; push it first")
+            raise NotFoundError(
+                f"{item}: the vault holds no image of this item; run `edge-client push` first"
+            )
     return [entries[item] for item in items or sorted(entries)]
 
 

@@ -115,7 +115,8 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
             durable.remove_tree(part)
             raise VerificationError(
                 f"blob {blob.id}: expected {blob.size} bytes, the vault holds fewer than the "
-                f"{position} that an earlier pull received; that part was deleted, so pull again"
+                f"{position} that an earlier pull received; the received part was deleted, so run "
+                "`edge-client pull` again"
             ) from error
         except NobackfillError as error:
             if not is_transient(error):
@@ -132,8 +133,8 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
     if digest != blob.sha256:
         durable.remove_tree(part)
         raise VerificationError(
-            f"blob {blob.id}: the digest differs from the ciphertext that was pushed; the vault "
-            "at this address changed it"
+            f"blob {blob.id}: the vault at {gateway.address} returned another ciphertext than the "
+            "one that was pushed; tell the gateway's operator, who can restore a backup"
         )
     durable.replace_file(part, target)
 
@@ -180,7 +181,8 @@ def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
             if listing and blob.id <= listing[-1].id:
                 raise VerificationError(
                     f"{gateway.address}: expected blobs in the order of their ids, got "
-                    f"{blob.id[:8]}… again; the vault at this address cannot be used"
+                    f"{blob.id[:8]}… again; the vault at this address cannot be used, tell its "
+                    "operator"
                 )
             listing.append(blob)
         if not page.next_page_token:
@@ -188,7 +190,7 @@ def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
         if len(listing) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
             raise VerificationError(
                 f"{gateway.address}: expected a list of at most {_MOST_BLOBS} blobs, got no end "
-                f"after {len(listing)}; the vault at this address cannot be used"
+                f"after {len(listing)}; the vault at this address cannot be used, tell its operator"
             )
         token = page.next_page_token
 
@@ -216,12 +218,12 @@ def check_blob(blob: vault_pb2.Blob, where: str) -> None:
     if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
         raise VerificationError(
             f"{where}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
-            f"{blob.sha256[:80]!r}; the vault at this address cannot be used"
+            f"{blob.sha256[:80]!r}; the vault at this address cannot be used, tell its operator"
         )
     if not 0 < blob.size <= LARGEST_BLOB:
         raise VerificationError(
             f"{where}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
-            f"{blob.size}; the vault at this address cannot be used"
+            f"{blob.size}; the vault at this address cannot be used, tell its operator"
         )
 
 
