@@ -203,7 +203,7 @@ def upgrade(file: Path) -> None:
         (of_numpy, "`nobackfill fit --adapter FILE.onnx` writes one"),
         (upgrade, "output `adapted` float32"),
         (lambda file: adapter(turn()[:, :5], file), "reads queries of dimension 5"),
-        (lambda file: adapter(turn()[:5], file), "but no published release has these"),
+        (lambda file: adapter(turn()[:5], file), "but no published release has such vectors"),
         (lambda file: adapter(turn(), file, new_model="other"), "of another new model"),
         (lambda file: adapter(turn(), file, old_model="other"), "of the model other"),
         (lambda file: adapter(2 * turn(), file, unit=False), "model output 'adapted'"),

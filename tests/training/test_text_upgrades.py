@@ -210,7 +210,7 @@ def remove_weights(file: Path) -> None:
         (lambda file: file.unlink(), "as an ONNX file"),
         (remove_weights, "as an ONNX file"),
         (lambda file: text_model(file.parent / "m", 1).rename(file), "float32 [n, a] and"),
-        (lambda file: file.write_bytes(narrow(5, 16)), "but no published release has these"),
+        (lambda file: file.write_bytes(narrow(5, 16)), "but no published release has such vectors"),
         (lambda file: file.write_bytes(narrow(16, 5)), "returns vectors of dimension 5"),
         (lambda file: file.write_bytes(narrow(16, 16, "other")), "of the model other"),
     ],

@@ -79,7 +79,7 @@ def test_unusable_folders_end_in_65(
         ({"classes": 11}, 65, "at least 11 class folders"),
         ({"batch_size": 4096}, 65, "expected at least batch_size"),
         ({"backbone": "resnet19"}, 78, "unknown backbone 'resnet19'"),
-        ({"method": "magic"}, 78, "known: bct"),
+        ({"method": "magic"}, 78, "expected one of bct"),
         ({"init": "nowhere"}, 78, "nowhere has no checkpoint"),
         ({"method": "bct", "old": "nowhere"}, 78, "nowhere has no checkpoint"),
         ({"head": "softmax"}, 78, "neither margin nor scale"),
@@ -97,7 +97,7 @@ def test_wrong_configurations_end_before_the_first_step(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"method": "magic"}, "unknown upgrade method 'magic'; known: .*fct"),
+        ({"method": "magic"}, "unknown upgrade method 'magic'; expected one of .*fct"),
         ({"old": "nowhere"}, "nowhere has no checkpoint"),
         ({"old": "{runs}/side-1"}, "of kind embedder, got one of kind side_encoder"),
         ({"new": "{runs}/upgrade-1-2"}, "of kind embedder or side_encoder"),

@@ -214,7 +214,7 @@ def test_a_state_dict_inside_other_things_is_found(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
     assert list(read_file(tmp_path / "a.pt").tensors) == ["a"]
     torch.save({"epoch": 3, "note": "no tensors"}, tmp_path / "b.pt")
-    with pytest.raises(VerificationError, match="state dict of tensors by name, got epoch, note"):
+    with pytest.raises(VerificationError, match="state dict of tensors by name, got no tensor for"):
         read_file(tmp_path / "b.pt")
     save_file({"a": torch.ones(2)}, tmp_path / "c.safetensors", {"class_names": '["x", "y"]'})
     assert read_file(tmp_path / "c.safetensors").class_names == ("x", "y")

@@ -211,7 +211,7 @@ def test_what_cannot_be_kept_is_refused(
             ConfigurationError, match=r"expected init: RUN, .* and last_nonlin: false"
         ):
             start(name, init=None)
-        with pytest.raises(ConfigurationError, match=r"got init: .* and last_nonlin: True"):
+        with pytest.raises(ConfigurationError, match=r"got init: .* and last_nonlin: true"):
             start(name, last_nonlin=True)
         with pytest.raises(
             ConfigurationError, match=r"the encoder in .* does not fit .*: backbone\.0\.0"

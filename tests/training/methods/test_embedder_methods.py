@@ -323,7 +323,9 @@ def test_wrong_options_and_missing_models_are_refused(tmp_path: Path, old: Class
         tiny.objective("unibct", tmp_path, old, speed=3)
     with pytest.raises(ConfigurationError, match=r"method bct .* old model's run folder"):
         embedder_method("bct").objective(tiny.inputs(tmp_path, None, method="bct"))
-    with pytest.raises(ConfigurationError, match="unknown embedder method 'bcd'; known: bct"):
+    with pytest.raises(
+        ConfigurationError, match="unknown embedder method 'bcd'; expected one of bct"
+    ):
         embedder_method("bcd")
 
 

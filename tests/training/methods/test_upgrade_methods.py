@@ -214,7 +214,9 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:
         build("rbt", options={"width": 8})
     with pytest.raises(ConfigurationError, match="classes: Field required"):
         build("soft_prototypes")
-    with pytest.raises(ConfigurationError, match="unknown upgrade method 'afine'; known: affine"):
+    with pytest.raises(
+        ConfigurationError, match="unknown upgrade method 'afine'; expected one of affine"
+    ):
         upgrade_method("afine")
 
 

@@ -317,21 +317,25 @@ def test_a_query_of_oxford_is_its_box(life: Life, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--protocol", "ijbb", "--root", "."), 78, "unknown protocol 'ijbb'; known: ijbc, gldv2"),
+        (
+            ("--protocol", "ijbb", "--root", "."),
+            78,
+            "unknown protocol 'ijbb'; expected one of ijbc, gldv2",
+        ),
         (("--protocol", "gldv2", "--root", "nowhere"), 66, "no protocol file nowhere/index.csv"),
-        (("--protocol", "gldv2"), 2, "--protocol needs --root FOLDER and can otherwise"),
+        (("--protocol", "gldv2"), 2, "--protocol needs --root FOLDER, and may be combined"),
         (
             ("--protocol", "gldv2", "--root", ".", "--neighbours", "3"),
             2,
-            "--protocol needs --root FOLDER and can otherwise",
+            "--protocol needs --root FOLDER, and may be combined",
         ),
         (
             ("--protocol", "gldv2", "--root", ".", "--far", "0.1"),
             78,
-            "--far and --fpir need ijbc",
+            "--far and --fpir need --protocol ijbc",
         ),
         (("--queries", "photos", "--far", "0.1"), 2, "add --protocol ijbc"),
-        (("--queries", "photos", "--root", "."), 2, "--root needs --protocol NAME"),
+        (("--queries", "photos", "--root", "."), 2, "also give --protocol NAME"),
         (("--queries", "photos"), 2, "--queries FOLDER and --gallery FOLDER, or a test protocol"),
     ],
 )

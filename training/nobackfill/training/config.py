@@ -224,12 +224,14 @@ class SideEncoderConfig(_Network):
         if (self.side_info in ("inner", "inner_simclr")) != (self.embedder is not None):
             raise ValueError(
                 "expected the keys side_info: inner and embedder: RUN together, or neither; got "
-                f"side_info: {self.side_info} and embedder: {self.embedder}"
+                f"side_info: {self.side_info} and "
+                f"{'no embedder' if self.embedder is None else f'embedder: {self.embedder}'}"
             )
         if (self.side_info == "inner_simclr") != (self.simclr is not None):
             raise ValueError(
                 "expected the keys side_info: inner_simclr and simclr: RUN together, or neither; "
-                f"got side_info: {self.side_info} and simclr: {self.simclr}"
+                f"got side_info: {self.side_info} and "
+                f"{'no simclr' if self.simclr is None else f'simclr: {self.simclr}'}"
             )
         if self.simclr is not None and self.side_info_dim % 2:
             raise ValueError(
@@ -409,7 +411,8 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     if not isinstance(values, dict):
         raise ConfigurationError(
             f"{path}: expected a configuration of keys with values, such as `kind: embedder`, got "
-            f"{'an empty file' if values is None else type(values).__name__}"
+            + ("an empty file" if values is None else "a list or a single value")
+            + "; correct the file"
         )
     for override in overrides:
         _set(values, override)
@@ -436,7 +439,8 @@ def parse_config(values: dict[str, object], source: str) -> Config:
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigurationError(
-            f"{source}: expected the key kind with one of {', '.join(_KINDS)}, got {kind!r}"
+            f"{source}: expected the key kind with one of {', '.join(_KINDS)}, got "
+            f"{'none' if kind is None else repr(kind)}; correct the configuration"
         )
     try:
         return _ADAPTER.validate_python(values)

@@ -255,7 +255,9 @@ def main(
 ) -> None:
     """Measure cells of the compatibility matrix and print them as a table."""
     if root is not None and protocol is None:
-        raise typer.BadParameter("--root needs --protocol NAME, whose files it holds")
+        raise typer.BadParameter(
+            "--root is the folder of a protocol's files; also give --protocol NAME"
+        )
     manifests = read_publication(model_repo).manifests
     if not manifests:
         raise ConfigurationError(
@@ -268,8 +270,9 @@ def main(
         others = (queries, gallery, picture, neighbours or None)
         if root is None or any(other is not None for other in others):
             raise typer.BadParameter(
-                "--protocol needs --root FOLDER and can otherwise be combined only with --cells, "
-                "--independent, --backfill, --far, --fpir, --int8 and --json"
+                "--protocol needs --root FOLDER, and may be combined only with --cells, "
+                "--independent, --backfill, --far, --fpir, --int8 and --json; leave other options "
+                "out"
             )
         report = evaluate_protocol(
             protocol, root, model_repo, manifests, names, int8=int8, points=points,

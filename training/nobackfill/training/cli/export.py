@@ -454,8 +454,9 @@ def _check_number(
         )
     if newest and not has_evaluation and not force:
         raise GateFailedError(
-            f"release {release} has predecessors, so the gate must measure it: give --eval FOLDER "
-            "of images that no run was trained on (or publish unmeasured with --force)"
+            f"release {release} has predecessors, so the gate must measure whether it beats them: "
+            "give --eval FOLDER of images that no run was trained on (or publish unmeasured with "
+            "--force)"
         )
 
 
@@ -518,7 +519,8 @@ def _judge(
     if verdict.verdict in ("failed", "not_measured"):
         if evidence is not None and not force:
             raise GateFailedError(
-                f"release {manifest.release} does not pass the gate and was not published: "
+                f"release {manifest.release} does not pass the gate, the test against its "
+                "predecessors, and was not published: "
                 f"{verdict.detail}. Add an --upgrade for older vectors that have none, leave out "
                 "an --adapter that fails, train longer or on more images, or publish with --force\n"
                 + gate_table(evidence)

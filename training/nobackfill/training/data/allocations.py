@@ -181,6 +181,6 @@ def _count(share: float, total: int, what: str) -> int:
     if total < 2:
         raise ConfigurationError(
             f"expected at least 2 {what} to divide between old and new training set, got {total}; "
-            "add images"
+            "add images or classes"
         )
     return min(max(1, round(share * total)), total - 1)

@@ -35,8 +35,8 @@ def require_classes(listing: ImageListing, least: int = 2) -> None:
     if len(listing.class_names) < least:
         raise InvalidInputError(
             f"{listing.root}: expected at least {least} class folders of training images, got "
-            f"{len(listing.class_names)} ({join_few(listing.class_names)}); add folders, or raise "
-            "the key classes"
+            f"{len(listing.class_names)} ({join_few(listing.class_names)}); add folders, or set "
+            "the key classes to a larger number"
         )
 
 
@@ -177,7 +177,8 @@ def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vect
     if missing:
         raise InvalidInputError(
             f"{files.paths}: no vector for {len(missing)} of {len(listing)} images of "
-            f"{listing.root}, first {missing[0]}; add their vectors, or remove the images"
+            f"{listing.root}, the first is {missing[0]}; add their vectors and paths to both "
+            "files, or remove the images"
         )
     return vectors[[row_of[path] for path in listing.paths]]
 

@@ -146,8 +146,8 @@ def add_embedder_run(release: ReleaseDraft, run_dir: Path) -> None:
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
         raise ConfigurationError(
-            f"--embedder {run_dir}: expected the run folder of a training of kind embedder, got a "
-            f"{config.kind}"
+            f"--embedder {run_dir}: expected the run folder of a training of kind embedder, got "
+            f"one of kind {config.kind}; name another run folder"
         )
     method = embedder_method(config.method)
     release.add_embedder(encoder)
@@ -252,7 +252,7 @@ def add_side_run(release: ReleaseDraft, run_dir: Path) -> None:
     if checkpoint.config.kind != "side_encoder":
         raise ConfigurationError(
             f"--side-encoder {run_dir}: expected the run folder of a training of kind "
-            "side_encoder, got an embedder"
+            "side_encoder, got one of kind embedder; name another run folder"
         )
     release.add_side_encoder(encoder)
     release.recipe |= {
@@ -286,10 +286,13 @@ def add_upgrade_run(release: ReleaseDraft, run_dir: Path) -> None:
     config, facts = checkpoint.config, checkpoint.facts
     assert isinstance(config, UpgradeConfig)
     source = _source(release, run_dir, checkpoint)
-    for part, fact in (("embedder", "new_digest"), ("side_encoder", "new_side_digest")):
+    for part, name, fact in (
+        ("embedder", "embedder", "new_digest"),
+        ("side_encoder", "side-information encoder", "new_side_digest"),
+    ):
         if fact in facts and not _is_digest_of(release, part, str(facts[fact])):
             raise ConfigurationError(
-                f"--upgrade {run_dir}: the upgrade was trained towards another {part} than the one "
+                f"--upgrade {run_dir}: the upgrade was trained towards another {name} than the one "
                 "being published; train it again with this release's runs"
             )
     side_digest = facts.get("side_digest")

@@ -205,8 +205,9 @@ class ReleaseDraft:
         if module.reads_side:
             if examples[1] is None:
                 raise ConfigurationError(
-                    "the upgrade reads side-information, but galleries of release "
-                    f"{source.release} store none; train it with reads_side: false"
+                    f"the upgrade from release {source.release} reads side-information, but "
+                    "galleries of that release store none; train the upgrade again with "
+                    "reads_side: false"
                 )
             inputs["side"] = examples[1]
         path, int8 = (

@@ -22,7 +22,12 @@ from onnx import TensorProto, compose, helper, numpy_helper
 from torch import nn
 
 from nobackfill.digests import SPACE_PREFIX
-from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    VerificationError,
+    join_few,
+)
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.release.manifest import (
     Manifest,
@@ -477,9 +482,10 @@ def _dims(model: onnx.ModelProto, output: str, label: str, command: str) -> tupl
     floats = all(one.type.tensor_type.elem_type == TensorProto.FLOAT for one in ends)
     open_rows = all(len(shape) == 2 and not shape[0] and shape[1] for shape in shapes)
     if [one.name for one in ends] != ["embedding", output] or not (floats and open_rows):
+        found = join_few(f"{end.name} {size}" for end, size in zip(ends, shapes, strict=True))
         raise InvalidInputError(
             f"{label} with input `embedding` float32 [n, a] and output `{output}` float32 "
-            f"[n, b], n free, got {[one.name for one in ends]} {shapes}; {command} writes one"
+            f"[n, b], n free, got {found} (0 is a free size); {command} writes one"
         )
     return shapes[0][1], shapes[1][1]
 
@@ -509,7 +515,7 @@ def _source(release: ReleaseDraft, map_name: str, model: str | None, dim: int) -
         raise ConfigurationError(
             f"{map_name} was fitted on old vectors of dimension {dim}"
             f"{'' if model is None else f' of the model {model[:12]}…'}, but no published release "
-            "has these; publish the old model first, or fit the map on vectors of a release"
+            "has such vectors; publish the old model first, or fit the map on vectors of a release"
         )
     standing = [one for one in fitting if one.release not in release.withdrawn]
     return (standing or fitting)[-1]

@@ -175,8 +175,8 @@ def run_onnx(
         return list(session.run(list(outputs), dict(inputs)))
     except refusals as error:
         raise VerificationError(
-            f"the exported file {path.name} was not published, because onnxruntime cannot run it: "
-            f"{error}"
+            f"the exported file {path.name} was not published, because onnxruntime cannot run it "
+            f"({error}); export the model again, with operators that onnxruntime has"
         ) from error
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, compose, helper, numpy_helper, shape_inference, version_converter
 
 from nobackfill.digests import sha256_bytes
-from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
+from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError, join_few
 from nobackfill.release.manifest import (
     LARGEST_LENGTH,
     TEXT_ROLES,
@@ -94,7 +94,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
     if "input_ids" not in names or set(names) - set(TOKENS):
         raise InvalidInputError(
             f"expected a text model with input_ids and no inputs other than {', '.join(TOKENS)}, "
-            f"got {names}; export it again with these inputs"
+            f"got {join_few(names) or 'none'}; export it again with these inputs"
         )
     del graph.input[:]
     for value in inputs:
@@ -133,8 +133,9 @@ def _renew(model: onnx.ModelProto) -> None:
     versions = {opset.domain or "ai.onnx": opset.version for opset in model.opset_import}
     if set(versions) != {"ai.onnx"}:
         raise InvalidInputError(
-            f"expected a model with only ONNX's own operators, got the operator sets "
-            f"{sorted(versions)}; export it again in float32, without a vendor's optimisations"
+            "expected a model with only ONNX's own operators, got the operator sets "
+            f"{join_few(sorted(versions)) or 'none'}; export it again in float32, without a "
+            "vendor's optimisations"
         )
     if versions["ai.onnx"] < _OPSET:
         model.CopyFrom(version_converter.convert_version(model, _OPSET))
@@ -144,12 +145,12 @@ def _renew(model: onnx.ModelProto) -> None:
 def _free(value: onnx.ValueInfoProto) -> None:
     """Make the number and length of texts free."""
     kind = value.type.tensor_type
-    fixed = [size.dim_value for size in kind.shape.dim if size.dim_value]
-    if kind.elem_type != TensorProto.INT64 or len(kind.shape.dim) != 2 or fixed:
+    sizes = [size.dim_value for size in kind.shape.dim]
+    if kind.elem_type != TensorProto.INT64 or sizes != [0, 0]:
         raise InvalidInputError(
             f"input {value.name}: expected int64 [n, t] with a free number of texts n and of "
-            f"tokens t, got {TensorProto.DataType.Name(kind.elem_type).lower()} with fixed sizes "
-            f"{fixed}; export the model again with dynamic axes"
+            f"tokens t, got {TensorProto.DataType.Name(kind.elem_type).lower()} {sizes} (0 is a "
+            "free size); export the model again with dynamic axes"
         )
     value.CopyFrom(_tokens(value.name))
 
@@ -170,8 +171,8 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     output_name = declared.output or outputs[0]
     if output_name not in outputs:
         raise InvalidInputError(
-            f"the declaration names the output {output_name!r}, but the model has only {outputs}; "
-            "correct the declaration"
+            f"the model's declaration names the output {output_name!r}, but the model has only the "
+            f'outputs {join_few(outputs)}; correct "output" in the JSON file next to the model'
         )
     axes = _axes(model, _THEIRS + output_name)
     graph.node.append(
@@ -183,8 +184,9 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     if axes != 3 or not modes:
         raise InvalidInputError(
             f"output {output_name!r}: expected [n, dim], or [n, tokens, dim] with a pooling such "
-            f"as mean or cls, got {axes} axes with pooling {declared.pooling}; declare another one "
-            'as "output"'
+            f"as mean or cls, got {axes} axes with pooling {declared.pooling}; name another "
+            "output as "
+            '"output" in the JSON file next to the model'
         )
     if len(modes) == 1:
         _append_pooling(model, modes[0], "", "pooled")
@@ -337,7 +339,7 @@ def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None =
     if model.reading.routed and queries is None:
         raise InvalidInputError(
             f"--text-encoder {source}: the model's Router takes queries another way than "
-            "documents, and a release has one graph for each; for its route of queries, also give "
+            "documents, and a release has one graph for each; for the graph of queries, also give "
             f"--query-encoder {source}"
         )
     _share(release, model.vectors, model.reading.source)
@@ -563,21 +565,30 @@ def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) ->
     """Raise InvalidInputError if query model and text model do not fit each other."""
     new, text = query_model.reading, text_model.reading
     for what, one, other in (
-        ("inputs", query_model.inputs, text_model.inputs),
+        ("inputs", ", ".join(query_model.inputs), ", ".join(text_model.inputs)),
         ("max_length", new.declared.max_length, text.declared.max_length),
-        ("tokenizer", sha256_bytes(new.tokenizer), sha256_bytes(text.tokenizer)),
-        ("dimension and norm", _kind(query_model.vectors), _kind(text_model.vectors)),
+        (
+            "tokenizer",
+            f"that of SHA-256 {sha256_bytes(new.tokenizer)[:12]}…",
+            f"that of SHA-256 {sha256_bytes(text.tokenizer)[:12]}…",
+        ),
+        ("vectors", _describe(query_model.vectors), _describe(text_model.vectors)),
     ):
         if one != other:
             raise InvalidInputError(
                 f"--query-encoder {new.source}: expected the same {what} as --text-encoder "
-                f"has, {other}; got {one}; both models must belong together"
+                f"has ({other}), got {one}. Give two models that were trained together"
             )
 
 
 def _kind(vectors: Vectors) -> tuple[int, bool]:
     """Return the dimension, and whether all vectors have norm 1."""
     return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
+
+
+def _describe(vectors: Vectors) -> str:
+    dim, unit = _kind(vectors)
+    return f"dimension {dim} and {'norm 1' if unit else 'any norm'}"
 
 
 def _share(release: ReleaseDraft, vectors: Vectors, file: Path) -> None:

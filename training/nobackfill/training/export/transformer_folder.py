@@ -84,8 +84,9 @@ def export_transformer(folder: Path, out: Path, tasks: Sequence[str]) -> None:
         check[task] = encode[task](list(TEXTS), batch_size=len(TEXTS), show_progress_bar=False)
     if len({id(module) for module, _ in runs}) != 1 or len(runs) != len(tasks):
         raise ValueError(
-            f"expected one Transformer that each text passes, found {len(runs)} runs of "
-            f"{len({id(module) for module, _ in runs})}"
+            "expected a model with one Transformer that runs once for each kind of text "
+            f"({', '.join(tasks)}), found {len({id(module) for module, _ in runs})} Transformers "
+            f"that ran {len(runs)} times; use another model"
         )
     transformer, features = runs[0]
     encoder = transformer.auto_model.eval()

@@ -124,8 +124,8 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
         ) from error
     if metadata.get("format") != _FORMAT:
         raise VerificationError(
-            f"{path}: expected a checkpoint of format {_FORMAT}, got {metadata.get('format')}; it "
-            "was not written by train.py"
+            f"{path}: expected a checkpoint of format {_FORMAT} that train.py wrote, got format "
+            f"{metadata.get('format', 'none')}; name another run folder, or train the run again"
         )
     return Checkpoint(
         parse_config(json.loads(metadata["config"]), str(path)),

@@ -265,7 +265,7 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     if not isinstance(before.config, EmbedderConfig):
         raise ConfigurationError(
             "the key embedder: expected the run folder of a training of kind embedder, got "
-            f"{run_dir} of kind {before.config.kind}"
+            f"{run_dir} of kind {before.config.kind}; name another run folder"
         )
     _same_network(config, before.config, run_dir)
     if config.last_nonlin:
@@ -307,7 +307,7 @@ def _trained_simclr(config: SideEncoderConfig, run_dir: Path) -> torch.nn.Module
         kind = other.side_info if isinstance(other, SideEncoderConfig) else other.kind
         raise ConfigurationError(
             "the key simclr: expected the run folder of a side encoder with side_info: simclr, got "
-            f"{run_dir} with {kind}"
+            f"{run_dir} with {kind}; name another run folder"
         )
     if other.side_info_dim != half:
         raise ConfigurationError(

@@ -647,7 +647,7 @@ def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
     if not isinstance(config, UpgradeConfig):
         raise ConfigurationError(
             f"{config.run_dir}: expected the run folder of a training of kind upgrade, got one of "
-            f"kind {config.kind}"
+            f"kind {config.kind}; name another run folder"
         )
     shape = UpgradeShape(
         int(facts["old_dim"]),

@@ -31,7 +31,8 @@ def entropy_weights(
     n = len(old_cosines)
     if n < 2:
         raise ValueError(
-            f"DMU's weights need a batch of at least 2 images, got {n}; set a larger batch_size"
+            f"DMU's weights need a batch of at least 2 images, got {n}; set the key batch_size to "
+            "at least 2"
         )
     uncertainty = entropy(entropy_scale * old_cosines)
     return (1 - torch.softmax(uncertainty / weight_temperature, 0)) / (n - 1)

@@ -93,6 +93,7 @@ def upgrade_method(name: str) -> UpgradeMethod:
 def _look_up(name: str, methods: dict[str, T], kind: str) -> T:
     if name not in methods:
         raise ConfigurationError(
-            f"unknown {kind} method {name!r}; known: {', '.join(sorted(methods))}"
+            f"the key method: unknown {kind} method {name!r}; expected one of "
+            f"{', '.join(sorted(methods))}"
         )
     return methods[name]

@@ -139,7 +139,8 @@ class AdaptedObjective(CompatibleObjective):
             raise ConfigurationError(
                 f"method {config.method} adds a linear map after an independent new model: "
                 "expected init: RUN, the run folder of that model, and last_nonlin: false, got "
-                f"init: {config.init} and last_nonlin: {config.last_nonlin}"
+                f"{'no init' if config.init is None else f'init: {config.init}'} and last_nonlin: "
+                f"{str(config.last_nonlin).lower()}"
             )
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)

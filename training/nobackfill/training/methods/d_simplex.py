@@ -24,7 +24,8 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
     config, old = inputs.config, inputs.old
     if config.head != "simplex":
         raise ConfigurationError(
-            f"method d_simplex: expected head: simplex, its fixed classifier, got {config.head}"
+            "method d_simplex: expected head: simplex, the fixed classifier of this method, got "
+            f"head: {config.head}"
         )
     if old is not None:
         if not isinstance(old.head, SimplexHead) or old.encoder.dim != config.embedding_dim:

@@ -100,7 +100,7 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     if not isinstance(config, EmbedderConfig | SideEncoderConfig):
         raise ConfigurationError(
             f"{run_dir}: expected the run folder of a training of kind embedder or side_encoder, "
-            f"got one of kind {config.kind}"
+            f"got one of kind {config.kind}; name another run folder"
         )
     encoder = build_encoder(config)
     load_part(encoder, checkpoint, "encoder")
@@ -126,7 +126,7 @@ def load_classifier(run_dir: Path) -> Classifier:
     if not isinstance(config, EmbedderConfig):
         raise ConfigurationError(
             f"{run_dir}: expected the run folder of a training of kind embedder, got one of kind "
-            f"{config.kind}"
+            f"{config.kind}; name another run folder"
         )
     head: Head = build_head(
         config.head,
@@ -163,7 +163,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     if checkpoint.config.kind != kind:
         raise ConfigurationError(
             f"{run_dir}: expected the run folder of a training of kind {kind}, got one of kind "
-            f"{checkpoint.config.kind}"
+            f"{checkpoint.config.kind}; name another run folder"
         )
     device = fastest_device()
     encoder.to(device)

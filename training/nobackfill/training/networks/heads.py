@@ -169,7 +169,9 @@ def build_head(
     """
     _require_head_name(name)
     if classes < 2:
-        raise ConfigurationError(f"head {name}: expected at least 2 classes, got {classes}")
+        raise ConfigurationError(
+            f"head {name}: expected at least 2 classes, got {classes}; add class folders"
+        )
     if name == "softmax":
         if margin is not None or scale is not None:
             raise ConfigurationError(
@@ -339,7 +341,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
     if embedding.shape[1] < k:
         raise ConfigurationError(
             f"the new embedding has {embedding.shape[1]} elements, the old classifier needs {k}; "
-            "set embedding_dim to at least {k}"
+            f"set the key embedding_dim to at least {k}"
         )
     return embedding[:, :k]
 

@@ -109,7 +109,8 @@ def low_rank(
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
         raise ValueError(
-            f"low_rank: expected a rank of 1 to {largest}, the smallest dimension, got {rank}"
+            f"low_rank: expected a rank of 1 to {largest}, the smaller dimension of both vectors, "
+            f"got {rank}; set another rank"
         )
     full = affine(x, y, ridge, group)
     predicted = full(x.double())
@@ -135,7 +136,10 @@ def principal_map(x: Tensor, rank: int) -> AffineMap:
         RuntimeError: a value is NaN or infinite.
     """
     if not 1 <= rank <= x.shape[1]:
-        raise ValueError(f"rank of the map: expected 1 to {x.shape[1]}, got {rank}")
+        raise ValueError(
+            f"rank of the map: expected 1 to {x.shape[1]}, the dimension of the vectors, got "
+            f"{rank}; set another rank"
+        )
     shift = x.double().mean(0)
     xc = x.double() - shift
     _, directions = torch.linalg.eigh(xc.t() @ xc)

@@ -151,7 +151,10 @@ def _build(name: str, make: Callable[[], Any]) -> Any:
         # Packages raise their own classes, or wrap them in RuntimeError. Without a network,
         # huggingface_hub raises an OSError.
         if _LOCAL in name and isinstance(error, FileNotFoundError):
-            raise NotFoundError(f"{name}: {_first_line(error)}") from error
+            raise NotFoundError(
+                f"{name}: the files of this model cannot be read ({_first_line(error)}); correct "
+                "the folder or file"
+            ) from error
         causes = (error, error.__cause__, error.__context__)
         if any(isinstance(one, OSError) for one in causes) or "download" in str(error).lower():
             raise _out_of_reach(name, error) from error

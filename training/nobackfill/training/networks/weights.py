@@ -228,10 +228,11 @@ def read_file(path: Path) -> Weights:
         ValueError,
         KeyError,
     ) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise VerificationError(
             f"the weights file {path}: expected safetensors, or a state dict of torch.save with "
-            "only tensors; save model.state_dict() alone "
-            f"({(str(error).splitlines()[0][:200] if str(error) else error)!r})"
+            f"only tensors, but the file cannot be read so ({reason}); save model.state_dict() "
+            "alone"
         ) from error
     return Weights(str(path), _state_dict(saved, path))
 
@@ -252,7 +253,8 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
     if not tensors or others:
         raise VerificationError(
             f"the weights file {path}: expected a state dict of tensors by name, got "
-            f"{join_few(map(str, others)) or type(saved).__name__}; save model.state_dict() alone"
+            f"{'no tensor for ' + join_few(map(str, others)) if others else 'no tensors'}; save "
+            "model.state_dict() alone"
         )
     return {str(key): value for key, value in tensors.items()}
 
@@ -330,7 +332,7 @@ def load_pretrained(
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(
             f"the weights {weights.name} do not fit the backbone {config.backbone}: "
-            f"{join_few(problems)}" + (_STEM if small_stem else "; use weights of this backbone")
+            f"{join_few(problems)}" + (_STEM if small_stem else "; use weights of that backbone")
         )
     with torch.no_grad():
         for key in target.keys() - untrained:
@@ -347,8 +349,8 @@ def load_pretrained(
 
 
 _STEM = (
-    "; at image_size 64 and below our resnets begin with a convolution of 3 x 3, pretrained ones "
-    "with 7 x 7: train with image_size above 64"
+    "; at image_size 64 and below the resnets of nobackfill begin with a convolution of 3 x 3, "
+    "pretrained ones with 7 x 7: train with image_size above 64"
 )
 
 

@@ -58,14 +58,14 @@ def protocol_named(
     """
     if name not in PROTOCOLS:
         raise ConfigurationError(
-            f"--protocol: unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}"
+            f"--protocol: unknown protocol {name!r}; expected one of {', '.join(PROTOCOLS)}"
         )
     if points is None:
         return PROTOCOLS[name]
     if name != "ijbc":
         raise ConfigurationError(
-            f"--far and --fpir need ijbc, because protocol {name} has no operating points; leave "
-            "them out"
+            f"--far and --fpir need --protocol ijbc, because protocol {name} has no operating "
+            "points; leave both out"
         )
     return partial(persons.ijbc, points=points)
 

@@ -92,7 +92,7 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
         relevant.append(np.array([position[image] for image in answers], np.int64))
     if not queries:
         raise InvalidInputError(
-            f"{path}: there is no query of usage {usage!r}; expected Public or Private"
+            f"{path}: the file has no query of usage {usage!r}; expected Public or Private"
         )
     nothing = np.empty(0, np.int64)
     return Landmarks(tuple(queries), index, Relevance(relevant, [nothing] * len(queries)))
@@ -272,7 +272,8 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"{path}: expected a ground truth with imlist, qimlist, and gnd with bbx, easy, hard "
-            f"and junk of each query ({error!r}); download it again"
+            f"and junk of each query, found a missing or wrong part ({error}); download the file "
+            "again"
         ) from error
     if len(queries) != len(truths):
         raise InvalidInputError(
@@ -396,7 +397,8 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
             whole.convert("RGB").crop((left, top, right, bottom)).save(to)
     except (InvalidInputError, OSError, ValueError) as error:
         raise InvalidInputError(
-            f"the query image {image} cannot be cut to its box {box} ({error}); download it again"
+            f"the query image {image} cannot be cut to its box {box} ({error}); download the image "
+            "again"
         ) from error
 
 

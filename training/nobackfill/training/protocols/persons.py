@@ -97,7 +97,7 @@ class Templates:
         if len(missing):
             raise InvalidInputError(
                 f"IJB-C's template {missing[0]} is named by a pair, gallery or probe file, but has "
-                "no face in ijbc_face_tid_mid.txt; use files of one version"
+                "no face in ijbc_face_tid_mid.txt; download all files of one version of IJB-C"
             )
         vectors: Floats = self.vectors[places]
         return vectors
