@@ -260,7 +260,8 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         read_vectors([tmp_path / "none.npz"])
     with pytest.raises(
-        ConfigurationError, match="there is no rival residuall; with --vectors, expected resid"
+        ConfigurationError,
+        match="with --vectors there is no method residuall; expected some of resid",
     ):
         compare_vectors(frozen(tmp_path), names=["residuall"])
 
@@ -284,7 +285,7 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "features.json").read_text())["pairs"] == 500
     for words, sentence in (
         (("--data", "digits"), "leave out --data"),
-        (("--methods", "afine"), "there is no rival afine"),
+        (("--methods", "afine"), "there is no method afine"),
     ):
         refused = run_here(app, *command, *words)
         assert refused.returncode == 78 and sentence in refused.stderr

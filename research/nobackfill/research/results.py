@@ -183,7 +183,8 @@ def read_results(path: Path) -> Results:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InvalidInputError(
-            f"{path}: expected results of compare.py, but {where or 'the file'}: {first['msg']}"
+            f"{path}: expected results of compare.py, but {where or 'the file'}: {first['msg']}; "
+            "run compare.py again"
         ) from None
 
 

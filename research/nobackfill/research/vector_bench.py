@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill.durable import write_file
-from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, join_few
 from nobackfill.metrics.backfill import (
     ReembeddingOrder,
     curves_by_order,
@@ -146,7 +146,8 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
             ) from error
         except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as error:
             raise InvalidInputError(
-                f"--vectors {path}: expected arrays of numbers in a file of numpy.savez ({error})"
+                f"--vectors {path}: expected arrays of numbers in a file of numpy.savez, but the "
+                f"file cannot be read ({error}); write it again"
             ) from error
 
     def vectors(prefix: str, name: str, rows: int | None = None) -> Floats | None:
@@ -157,7 +158,7 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         if array.dtype.kind not in "iuf" or array.ndim != 2:
             raise InvalidInputError(
                 f"--vectors: expected the array {key} to hold numbers of shape [n, d], got "
-                f"{array.dtype} {list(array.shape)}"
+                f"{array.dtype} {list(array.shape)}; write the array again"
             )
         values = array.astype(np.float32)
         for scale in (f"{key}_scale", f"{key.removeprefix('test_')}_scale"):
@@ -167,18 +168,19 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
                 except ValueError as error:
                     raise InvalidInputError(
                         f"--vectors: expected the array {scale} to hold {array.shape[1]} numbers, "
-                        f"as rows of {key}, got {arrays[scale].dtype} {list(arrays[scale].shape)}"
+                        f"one for each column of {key}, got {arrays[scale].dtype} "
+                        f"{list(arrays[scale].shape)}; correct the array"
                     ) from error
                 break
         if not np.isfinite(values).all():
             raise InvalidInputError(
                 f"--vectors: expected finite numbers in the array {key}, got NaN or infinity; "
-                "remove such rows from all arrays of its items"
+                "remove the rows of these items from all arrays"
             )
         if rows is not None and len(values) != rows:
             raise InvalidInputError(
                 f"--vectors: expected {rows} rows in the array {key}, as in {prefix}old, got "
-                f"{len(values)}"
+                f"{len(values)}; row i of both must be the same item"
             )
         return values
 
@@ -188,12 +190,12 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         if old is None or (new := vectors(prefix, "new", len(old))) is None:
             raise InvalidInputError(
                 f"--vectors: expected the arrays {prefix}old and {prefix}new in the files, got "
-                f"{', '.join(sorted(arrays)) or 'no array'}"
+                f"{join_few(sorted(arrays)) or 'no array'}; add them with numpy.savez"
             )
         if len(old) < (least := 2 if prefix else 1):
             raise InvalidInputError(
                 f"--vectors: expected at least {least} rows in the array {prefix}old, got "
-                f"{len(old)}"
+                f"{len(old)}; add vectors of more items"
             )
         labels = arrays.get(f"{prefix}labels")
         if labels is not None and (labels.shape != (len(old),) or labels.dtype.kind not in "iu"):
@@ -208,7 +210,7 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         if one.shape[1] != other.shape[1]:
             raise InvalidInputError(
                 f"--vectors: expected dimension {one.shape[1]} of the array test_{name}, as of "
-                f"{name}, got {other.shape[1]}"
+                f"{name}, got {other.shape[1]}; compute both with the same model"
             )
     unit = bool(np.abs(np.linalg.norm(test_new, axis=1) - 1).max() < 0.02)
     if side is None or test_side is None:
@@ -342,7 +344,7 @@ def compare_vectors(
     selected = list(known) if names is None else list(names)
     if unknown := [name for name in selected if name not in known]:
         raise ConfigurationError(
-            f"--methods: there is no rival {', '.join(unknown)}; with --vectors, expected "
+            f"--methods: with --vectors there is no method {join_few(unknown)}; expected some of "
             f"{', '.join(known)}"
         )
     own = _nearest(vectors.new, vectors.new)

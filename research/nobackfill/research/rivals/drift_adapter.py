@@ -70,7 +70,8 @@ class DriftAdapterRival:
                 fitted.fit(train.new, train.old)
             except ValueError as error:
                 raise ConfigurationError(
-                    f"drift_adapter cannot be fitted: isotrieve refuses these vectors ({error})"
+                    "method drift_adapter cannot be fitted: the package isotrieve refuses these "
+                    f"vectors ({error}); leave drift_adapter out of --methods"
                 ) from error
         self._map = fitted
 

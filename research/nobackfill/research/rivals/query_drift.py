@@ -25,7 +25,8 @@ class QueryDrift:
         if train.old.shape[1] != train.new.shape[1]:
             raise ConfigurationError(
                 "query_drift subtracts vectors of both models, so it needs one dimension; the old "
-                f"model has {train.old.shape[1]} dimensions, the new one {train.new.shape[1]}"
+                f"model has {train.old.shape[1]} dimensions, the new one {train.new.shape[1]}; "
+                "leave query_drift out of --methods"
             )
         self._drift = (train.new.mean(axis=0) - train.old.mean(axis=0)).astype(np.float32)
         self._unit = train.unit

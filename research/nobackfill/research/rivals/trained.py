@@ -71,8 +71,8 @@ class TrainedMap:
             )
         if self._reads_side and train.side is None:
             raise ConfigurationError(
-                f"method {self._method} reads side-information here, but the file of vectors has "
-                "no array side"
+                f"method {self._method} reads side-information, but the file of --vectors has no "
+                "array side; add the array, or leave the method out of --methods"
             )
         with tempfile.TemporaryDirectory() as folder:
             # The optimizer of configs/cifar100.
@@ -86,8 +86,8 @@ class TrainedMap:
             )  # fmt: skip
             if train.labels is None and method.reads_labels(config):
                 raise ConfigurationError(
-                    f"method {self._method} reads labels, but the file of vectors has no array "
-                    "labels"
+                    f"method {self._method} reads labels, but the file of --vectors has no array "
+                    "labels; add the array, or leave the method out of --methods"
                 )
             rows = {"old": _one_view(train.old), "new": _one_view(train.new)}
             if self._reads_side and train.side is not None:
