@@ -272,6 +272,17 @@ def test_folders_without_a_class_in_common_are_refused(life: Life, tmp_path: Pat
     assert "no class folder name in common" in result.output
 
 
+def test_a_gallery_without_another_image_of_a_class_is_refused(life: Life, tmp_path: Path) -> None:
+    """Each query finds only itself, which is left out of its answers: nothing can be measured."""
+    for name in ("0", "1", "2"):
+        image = min((life.data / "gallery" / name).iterdir())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / image.name).write_bytes(image.read_bytes())
+    result = run_evaluate(life, "--queries", tmp_path, "--gallery", tmp_path, "--cells", "2/2")
+    assert result.exit_code == 65, result.output
+    assert f"--gallery {tmp_path}: expected another image of a query's class" in result.output
+
+
 def test_a_picture_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")

@@ -13,7 +13,7 @@ import typer
 
 from nobackfill.class_folders import list_images
 from nobackfill.durable import make_dir, write_file
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.cells import CellName, list_cells, parse_cell
@@ -330,6 +330,12 @@ def _sets(
 ) -> _Sets:
     query_images, gallery_images = list_images(queries), list_images(gallery)
     relevance, own = relevance_without_copies(query_images, gallery_images)
+    pairs = zip(relevance.relevant, relevance.ignored, strict=True)
+    if not any(len(np.setdiff1d(relevant, ignored)) for relevant, ignored in pairs):
+        raise InvalidInputError(
+            f"--queries {queries}, --gallery {gallery}: expected another image of a query's class "
+            "folder in the gallery, found none for any query; add images to the gallery's folders"
+        )
     if own:
         print(
             f"{own} of {len(query_images)} query images are in the gallery too; the gallery's copy "
