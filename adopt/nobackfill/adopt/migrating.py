@@ -484,7 +484,7 @@ class Migration:
         )
         if self._has_flipped(plan, source, target):
             return CarryResult(0, source.count(), [])
-        self._begin("mapped", source, plan.to)
+        self._begin("mapped", source, plan.to, flip=flip)
         done = carry(source, target, mapping, progress=self._counter, flip=flip)
         if not flip:
             _build_indexes(source, target)
@@ -515,7 +515,7 @@ class Migration:
         if searched:
             mapping = load_map(self._map)
             second = Target(mapped, mapping.dims[1], mapping.digest, mapping.facts.get(NEW_MODEL))
-            self._begin("mapped", source, mapped)
+            self._begin("mapped", source, mapped, flip=False)
             carry(source, second, mapping, progress=self._counter)
             _build_indexes(source, second)
             self._counter.tell(
@@ -523,7 +523,7 @@ class Migration:
                 f"Dual.open(source, Path({str(self._map)!r}), Path({str(self._joining)!r}), "
                 f"Path({str(natives)!r}), new_model, carried={mapped!r}, items=ITEMS)"
             )
-        self._begin("re-embedded", source, plan.to)
+        self._begin("re-embedded", source, plan.to, flip=True)
         done = carry(source, target, maker, progress=self._counter, flip=True)
         self._source(plan).drop_new_vectors(mapped)
         return done
@@ -537,9 +537,10 @@ class Migration:
         self._save(replace(plan, state="writing", mark=target.mark))
         return source.flip_state(target.mark) in ("flipped", "finished")
 
-    def _begin(self, verb: str, source: Reversible, column: str) -> None:
+    def _begin(self, verb: str, source: Reversible, column: str, *, flip: bool) -> None:
         """Begin the progress of a column, with the rows that an earlier run has written."""
-        self._counter.begin(verb, source.count(), source.count_vectors(column))
+        next_step = "the index is built next, then the flip" if flip else "the index is built next"
+        self._counter.begin(verb, source.count(), source.count_vectors(column), next_step=next_step)
 
     @staticmethod
     def _maps(plan: MigrationPlan) -> bool:
@@ -911,9 +912,20 @@ class _Counter:
         self.tell, self.check = tell, check
         self.begin("written", 0)
 
-    def begin(self, verb: str, total: int, count_before: int = 0, *, unit: str = "rows") -> None:
-        """Begin a step of `total` units, of which an earlier run has completed `count_before`."""
-        self._verb, self._unit, self._total = verb, unit, total
+    def begin(
+        self,
+        verb: str,
+        total: int,
+        count_before: int = 0,
+        *,
+        unit: str = "rows",
+        next_step: str = "0 s left",
+    ) -> None:
+        """Begin a step of `total` units, of which an earlier run has completed `count_before`.
+
+        The line of the last unit ends with `next_step`.
+        """
+        self._verb, self._unit, self._total, self._next = verb, unit, total, next_step
         # Vectors of changed rows are written again, so more than the total may be written.
         self._before = min(count_before, total)
         self._start = self._last = time.monotonic()
@@ -928,7 +940,7 @@ class _Counter:
             left = (self._total - units) / max(1e-9, rate)
             self.tell(
                 f"{units} of {self._total} {self._unit} {self._verb}, {rate:.0f} a second, "
-                f"{format_duration(left) if left else '0 s'} left"
+                f"{f'{format_duration(left)} left' if left else self._next}"
             )
         self.check()
 
