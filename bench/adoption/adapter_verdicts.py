@@ -2,18 +2,23 @@
 
 It makes twelve pairs of synthetic models, asks `fit --items-gone` for a verdict on each, with and
 without `--old-gone`, and measures R@1 of staying, of the adapter and of the map by other queries.
+With `--packages`, it does the same with pairs of public models.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bench.adoption.packaged import lay_out, operations
+from bench.adoption.texts import embedded
 from bench.commands import command
 from nobackfill.adopt.maps import load_adapter, load_map
 from nobackfill.metrics.bootstrap import paired_bootstrap
@@ -23,6 +28,9 @@ from tests.adopt.made import write_parquet
 NOBACKFILL = Path(sys.executable).with_name("nobackfill")
 # Items; those that the new model embeds; queries that the verdict reads; queries of the truth.
 ITEMS, SAMPLE, QUERIES, TRUTH = 1500, 400, 250, 2000
+# Public models, old and new; texts, and those of them that the new model embeds.
+PUBLIC_PAIRS = (("minilm-l3", "minilm-l6"), ("minilm-l6", "minilm-l3"), ("wordllama", "minilm-l6"))
+PUBLIC_ITEMS, PUBLIC_SAMPLE = 4000, 2000
 # Hidden directions of a pair; a model sees them all, half or a quarter of them.
 HIDDEN = 32
 
@@ -31,31 +39,95 @@ Rows = NDArray[np.float64]
 Models = Callable[[Rows, Rows, np.random.Generator], tuple[Rows, Rows, Rows, Rows]]
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class _Gallery:
+    """A gallery by both models, with queries whose right item is known.
+
+    Attributes:
+        old: Items by the old model, float32 [n, a].
+        new: Items by the new model, float32 [n, b].
+        by_old: Queries by the old model, float32 [q, a].
+        by_new: Queries by the new model, float32 [q, b].
+        answers: The row of each query's item, int64 [q].
+        sample: Rows of the items that the new model embeds for the verdict.
+        truth: Number of queries, the first ones, that no verdict reads. The items of the others are
+            in `sample`.
+    """
+
+    old: Vectors
+    new: Vectors
+    by_old: Vectors
+    by_new: Vectors
+    answers: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    truth: int
+
+
+def main(
+    packages: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of packages as `make demo-adopt` or `make converters` fills it; only "
+            "read. Without it, only synthetic pairs are judged."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder to which models and vectors are written, and used again.")
+    ] = Path("build/adapter-verdicts"),
+) -> None:
     """Print one line of JSON for each pair: what was told, R@1 in percent, and the interval of the
     adapter less staying in points.
     """
-    for name, models in PAIRS.items():
+    galleries = _synthetic() if packages is None else _public(packages, out)
+    for name, gallery in galleries:
         with TemporaryDirectory(prefix="nobackfill-verdict-") as folder:
-            print(json.dumps({"pair": name} | _judge(models, Path(folder))), flush=True)
+            print(json.dumps({"pair": name} | _judge(gallery, Path(folder))), flush=True)
 
 
-def _judge(models: Models, folder: Path) -> dict[str, object]:
-    rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(ITEMS, HIDDEN)) * np.tile(np.linspace(1.3, 0.7, HIDDEN // 2), 2)
-    sample = np.random.default_rng(5).choice(ITEMS, SAMPLE, replace=False)
-    answers = np.concatenate([rng.integers(ITEMS, size=TRUTH), sample[:QUERIES]])
-    asked = hidden[answers] + 0.5 * rng.normal(size=(len(answers), HIDDEN))
-    old, by_old, new, by_new = (
-        normalise(some.astype(np.float32)) for some in models(hidden, asked, rng)
-    )
-    told = np.arange(TRUTH, TRUTH + QUERIES)
-    ids = [f"item-{row}" for row in range(ITEMS)]
+def _synthetic() -> Iterator[tuple[str, _Gallery]]:
+    for name, models in PAIRS.items():
+        rng = np.random.default_rng(0)
+        hidden = rng.normal(size=(ITEMS, HIDDEN)) * np.tile(np.linspace(1.3, 0.7, HIDDEN // 2), 2)
+        sample = np.random.default_rng(5).choice(ITEMS, SAMPLE, replace=False)
+        answers = np.concatenate([rng.integers(ITEMS, size=TRUTH), sample[:QUERIES]])
+        asked = hidden[answers] + 0.5 * rng.normal(size=(len(answers), HIDDEN))
+        old, by_old, new, by_new = (
+            normalise(some.astype(np.float32)) for some in models(hidden, asked, rng)
+        )
+        yield name, _Gallery(old, new, by_old, by_new, answers, sample, TRUTH)
+
+
+def _public(packages: Path, out: Path) -> Iterator[tuple[str, _Gallery]]:
+    """Embed descriptions of operations; the operation's name in words is the query."""
+    corpus = operations(packages, PUBLIC_ITEMS)
+    files = lay_out(packages, out / "models")
+    for old, new in PUBLIC_PAIRS:
+        if {old, new} <= set(files):
+            sides = [
+                embedded(corpus.documents, files[name], out / f"{corpus.name}-{name}.npz")
+                for name in (old, new)
+            ]
+            rows = np.arange(PUBLIC_ITEMS)
+            # Items of the sample come last, and so do their queries.
+            truth = PUBLIC_ITEMS - PUBLIC_SAMPLE
+            yield (
+                f"{old} to {new}",
+                _Gallery(
+                    sides[0].bodies, sides[1].bodies, sides[0].titles, sides[1].titles, rows,
+                    rows[truth:], truth,
+                ),
+            )  # fmt: skip
+
+
+def _judge(gallery: _Gallery, folder: Path) -> dict[str, object]:
+    sample, answers = gallery.sample, gallery.answers
+    told = np.arange(gallery.truth, len(answers))
+    ids = [f"item-{row}" for row in range(len(gallery.old))]
     known = [ids[row] for row in answers[told]]
-    write_parquet(folder / "old.parquet", ids, old)
-    write_parquet(folder / "new.parquet", [ids[row] for row in sample], new[sample])
-    write_parquet(folder / "by-old.parquet", known, by_old[told])
-    write_parquet(folder / "by-new.parquet", known, by_new[told])
+    write_parquet(folder / "old.parquet", ids, gallery.old)
+    write_parquet(folder / "new.parquet", [ids[row] for row in sample], gallery.new[sample])
+    write_parquet(folder / "by-old.parquet", known, gallery.by_old[told])
+    write_parquet(folder / "by-new.parquet", known, gallery.by_new[told])
     words = ["fit", "--old", "old.parquet", "--new", "new.parquet", "--queries-old"]
     words += ["by-old.parquet", "--queries-new", "by-new.parquet", "--items-gone", "--json"]
     words += ["--adapter", "adapter.npz", "--out", "map.npz"]
@@ -64,9 +136,10 @@ def _judge(models: Models, folder: Path) -> dict[str, object]:
     ]
     adapt, migrate = load_adapter(folder / "adapter.npz"), load_map(folder / "map.npz")
     # Queries that no verdict has read.
-    old_queries, new_queries, right = by_old[:TRUTH], by_new[:TRUTH], answers[:TRUTH]
-    stay = _hits(old_queries, old, right)
-    adapted = _hits(adapt(new_queries), old, right)
+    every = slice(0, gallery.truth)
+    by_old, by_new, right = gallery.by_old[every], gallery.by_new[every], answers[every]
+    stay = _hits(by_old, gallery.old, right)
+    adapted = _hits(adapt(by_new), gallery.old, right)
     gain = paired_bootstrap([adapted], [stay])
     return {
         "told": ways[0],
@@ -74,8 +147,8 @@ def _judge(models: Models, folder: Path) -> dict[str, object]:
         "stay": _percent(stay.mean()),
         "adapter": _percent(adapted.mean()),
         "adapter less stay": [_percent(gain.low), _percent(gain.high)],
-        "map": _percent(_hits(new_queries, migrate(old), right).mean()),
-        "new": _percent(_hits(new_queries, new, right).mean()),
+        "map": _percent(_hits(by_new, migrate(gallery.old), right).mean()),
+        "new": _percent(_hits(by_new, gallery.new, right).mean()),
     }
 
 
