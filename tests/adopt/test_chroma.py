@@ -119,6 +119,13 @@ def test_names_are_exchanged_and_given_back(store: Chroma) -> None:
     assert source_of(store).flip_state(MAP.digest) == "finished"
 
 
+def test_without_a_flip_the_last_steps_exchange_the_names(store: Chroma) -> None:
+    assert carry(store.open(), TARGET, MAP).steps[-2:] == [
+        "client.get_collection('docs').modify(name='docs_before')",
+        "client.get_collection('docs_new').modify(name='docs')",
+    ]
+
+
 def test_settings_and_metadata_go_along_but_no_embedding_function(store: Chroma) -> None:
     store.asked("DELETE", "/docs")
     index = {"space": "ip", "ef_search": 77, "max_neighbors": 9, "ef_construction": 55}
