@@ -154,7 +154,7 @@ def test_class_shares_stop_where_classes_end() -> None:
 
 def test_an_order_must_name_every_item() -> None:
     queries, served, backfilled, query_labels, labels = mixed()
-    with pytest.raises(ValueError, match="each of the 50 items once"):
+    with pytest.raises(ValueError, match="each item from 0 to 49 once"):
         backfill_curve(
             queries, served, backfilled, np.zeros(50, int), relevance_by_label(query_labels, labels)
         )

@@ -78,5 +78,5 @@ def test_a_hit_needs_rank_1_whatever_the_threshold() -> None:
 
 
 def test_both_kinds_of_probes_are_needed() -> None:
-    with pytest.raises(ValueError, match="mated and non-mated probes, got 1 and 0"):
+    with pytest.raises(ValueError, match="one non-mated probe, got 1 and 0"):
         tpir_at_fpir(OpenSetSearch(np.array([1.0]), np.array([])), 0.1)

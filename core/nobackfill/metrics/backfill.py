@@ -68,8 +68,8 @@ class BackfillCurve:
         """
         if figures.shape != self.shares.shape:
             raise ValueError(
-                f"backfill curve: expected one value for each share {self.shares.shape}, got "
-                f"{figures.shape}"
+                f"area under a backfill curve: expected one figure for each of {len(self.shares)} "
+                f"shares, got figures of the shape {figures.shape}"
             )
         return float(np.trapezoid(figures, self.shares))
 
@@ -296,8 +296,8 @@ def curves_by_order(
     for name, order in orders.items():
         if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
             raise ValueError(
-                f"order {name!r}: expected each of the {len(backfilled)} items once, got another "
-                "list of items"
+                f"order {name!r} of a backfill: expected each item from 0 to {len(backfilled) - 1} "
+                "once, got missing, repeated or other items"
             )
         counts = np.round(points[name] * len(order.items)).astype(np.int64)
         replacements.append(ReplacementSteps(order.items, counts))

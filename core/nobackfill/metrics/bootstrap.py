@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import join_few
+
 Verdict = Literal["holds", "fails", "undecided"]
 # Fewer classes are no sample of others: no claim is decided.
 FEWEST_DECIDING_CLASSES = 10
@@ -147,8 +149,8 @@ def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]])
     """Return the answerable queries of each run, named by their position."""
     if not a or len(a) != len(b):
         raise ValueError(
-            f"bootstrap of a difference: expected as many runs of both models, got {len(a)} and "
-            f"{len(b)}"
+            "bootstrap of a difference: expected as many runs of one model as of the other, got "
+            f"{len(a)} and {len(b)}"
         )
     units = []
     for left, right in zip(a, b, strict=True):
@@ -165,7 +167,8 @@ def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]])
         answerable = np.flatnonzero(~np.isnan(left))
         if not len(answerable):
             raise ValueError(
-                "no query has a relevant item in the gallery; check the labels of both"
+                "no query has a relevant item in the gallery; check the labels of queries and "
+                "gallery"
             )
         units.append(_Units(answerable, (left - right)[answerable], np.ones(len(answerable))))
     return units
@@ -176,8 +179,9 @@ def _by_class(
 ) -> list[_Units]:
     if [labels.shape for labels in classes] != [run.shape for run in a]:
         raise ValueError(
-            f"bootstrap: expected a class for each query of each run, {[run.shape for run in a]}, "
-            f"got {[labels.shape for labels in classes]}"
+            "bootstrap: expected a class for each query of each run: arrays of the shapes "
+            f"{join_few(run.shape for run in a)}, got "
+            f"{join_few(labels.shape for labels in classes) or 'none'}"
         )
     units = []
     for run, labels in zip(queries, classes, strict=True):

@@ -39,7 +39,9 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
     """
     values = mean_by_class(per_query, labels)
     if not values:
-        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
+        raise ValueError(
+            "no query has a relevant item in the gallery; check the labels of queries and gallery"
+        )
     label = min(values, key=values.__getitem__)
     return label, values[label]
 
@@ -48,6 +50,7 @@ def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.shape != per_query.shape:
         raise ValueError(
-            f"labels: expected one for each query {per_query.shape}, got {labels.shape}"
+            "labels of queries: expected one for each query, an array of the shape "
+            f"{per_query.shape}, got {labels.shape}"
         )
     return labels

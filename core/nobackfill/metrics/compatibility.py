@@ -53,7 +53,9 @@ def upgrade_gain(new_served: float, old_old: float) -> float:
     Raises:
         ValueError: M(old, old) is not positive.
     """
-    return (new_served - old_old) / _positive(old_old, "M(old, old)")
+    return (new_served - old_old) / _positive(
+        old_old, "M(old, old), the quality of the old model in its own gallery"
+    )
 
 
 def degradation(new_new: float, independent: float) -> float:
@@ -69,7 +71,9 @@ def degradation(new_new: float, independent: float) -> float:
     Raises:
         ValueError: M(new*, new*) is not positive.
     """
-    return (independent - new_new) / _positive(independent, "M(new*, new*)")
+    return (independent - new_new) / _positive(
+        independent, "M(new*, new*), the quality of the independent new model"
+    )
 
 
 def retention(new_served: float, new_new: float) -> float:
@@ -86,7 +90,9 @@ def retention(new_served: float, new_new: float) -> float:
     Raises:
         ValueError: M(new, new) is not positive.
     """
-    return new_served / _positive(new_new, "M(new, new)")
+    return new_served / _positive(
+        new_new, "M(new, new), the quality of the new model in its own gallery"
+    )
 
 
 def closed_gap_share(new_served: float, old_old: float, new_new: float) -> float | None:
@@ -124,7 +130,9 @@ def negative_flips(old_cmc1: PerQuery, new_cmc1: PerQuery) -> float:
         )
     answerable = ~np.isnan(old_cmc1)
     if not answerable.any():
-        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
+        raise ValueError(
+            "no query has a relevant item in the gallery; check the labels of queries and gallery"
+        )
     return float(np.mean((old_cmc1[answerable] == 1) & (new_cmc1[answerable] == 0)))
 
 

@@ -82,18 +82,21 @@ def to_unit_norm(vectors: Floats) -> Floats:
 def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Floats]:
     if queries.ndim != 2 or gallery.ndim != 2 or queries.shape[1] != gallery.shape[1]:
         raise ValueError(
-            "expected queries [q, dim] and gallery [g, dim], "
-            f"got {queries.shape} and {gallery.shape}"
+            "vectors to compare: expected queries [q, dim] and gallery [g, dim], got "
+            f"{queries.shape} and {gallery.shape}"
         )
     single = queries.dtype == gallery.dtype == np.float32
     dtype = np.float32 if single else np.float64
     queries, gallery = queries.astype(dtype, copy=False), gallery.astype(dtype, copy=False)
     if not (np.isfinite(queries).all() and np.isfinite(gallery).all()):
-        raise ValueError("vectors to compare: expected finite values, got NaN or infinity")
+        raise ValueError(
+            "vectors to compare: expected finite values, got NaN or infinity; leave these vectors "
+            "out"
+        )
     if metric == "cosine":
         return to_unit_norm(queries), to_unit_norm(gallery)
     if metric not in get_args(Metric):
-        raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
+        raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
     return queries, gallery
 
 

@@ -76,9 +76,9 @@ def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
     """
     if not len(search.mated_distances) or not len(search.non_mated_distances):
         raise ValueError(
-            "identification: expected mated and non-mated probes, got "
-            f"{len(search.mated_distances)} "
-            f"and {len(search.non_mated_distances)}"
+            "identification: expected at least one mated probe (a query whose class is in the "
+            f"gallery) and one non-mated probe, got {len(search.mated_distances)} and "
+            f"{len(search.non_mated_distances)}; add queries of the missing kind"
         )
     # Infinity marks a miss, which an infinite threshold (fpir 1) must not accept.
     identified = search.mated_distances < threshold_at_error_rate(search.non_mated_distances, fpir)

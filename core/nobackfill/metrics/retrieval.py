@@ -77,7 +77,9 @@ def mean_of_answerable(per_query: PerQuery) -> float:
     """
     answerable = per_query[~np.isnan(per_query)]
     if not len(answerable):
-        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
+        raise ValueError(
+            "no query has a relevant item in the gallery; check the labels of queries and gallery"
+        )
     return float(answerable.mean())
 
 

@@ -26,8 +26,9 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     """
     if not len(genuine) or not len(impostor):
         raise ValueError(
-            "verification: expected distances of at least one genuine pair (same identity) and "
-            "one impostor pair (different identities), got none of one kind"
+            "verification: expected distances of at least one genuine pair (same identity) and one "
+            f"impostor pair (different identities), got {len(genuine)} genuine and {len(impostor)} "
+            "impostor pairs"
         )
     return float(np.mean(genuine < threshold_at_error_rate(impostor, far)))
 
