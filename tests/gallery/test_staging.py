@@ -140,7 +140,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match="uncertainties"):
             doubt = np.array([1, np.nan], np.float32)
             staging.write_vectors(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
-        with pytest.raises(InvalidInputError, match="rows"):
+        with pytest.raises(InvalidInputError, match="2 vectors, one for each item"):
             staging.write_vectors(store, TWO, labels, vectors(3, 1))
         with pytest.raises(InvalidInputError, match="one for each of 2 upgraded"):
             doubt = np.ones(3, np.float32)

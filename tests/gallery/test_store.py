@@ -211,7 +211,7 @@ def test_vectors_of_an_unknown_space_or_with_bad_side_information_are_refused(
             store.put(["a"], [NewVectors(spec(9).space, vectors(1, 1))])
         with pytest.raises(InvalidInputError, match="side"):
             store.put(["a"], [NewVectors(SPACE, vectors(1, 1), vectors(1, 1, SIDE_DIM + 1))])
-        with pytest.raises(InvalidInputError, match="rows"):
+        with pytest.raises(InvalidInputError, match="1 vectors, one for each item"):
             store.put(["a"], [NewVectors(SPACE, vectors(1, 1), vectors(2, 1, SIDE_DIM))])
         assert store.count() == 2
 

@@ -160,7 +160,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_chunk_without_items_is_refused(tmp_path: Path, chunk: int) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
-        with pytest.raises(InvalidInputError, match="expected at least 1 item, got"):
+        with pytest.raises(InvalidInputError, match="expected at least 1, got"):
             run_upgrade(store, Linear(), spec(2), chunk_items=chunk)
         assert len(store.spaces()) == 1
 

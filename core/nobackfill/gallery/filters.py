@@ -157,11 +157,14 @@ def _check_numbers(test: KeyTest) -> None:
     bounds = (getattr(test, field.name) for field in fields(test) if field.name != "key")
     for number in test.values if isinstance(test, OneOf) else bounds:
         if isinstance(number, float) and math.isnan(number):
-            raise InvalidInputError(f"filter on {test.key[:64]!r}: expected a number, got NaN")
+            raise InvalidInputError(
+                f"filter on {test.key[:64]!r}: expected a number, got NaN; give a number, or leave "
+                "this condition out"
+            )
         if isinstance(number, int) and not LEAST_INTEGER <= number <= LARGEST_INTEGER:
             raise InvalidInputError(
                 f"filter on {test.key[:64]!r}: expected an integer of 64 bits, got a larger one; "
-                "compare with a smaller one, or store the values as texts"
+                "use a smaller number, or store the values of this key as texts"
             )
 
 

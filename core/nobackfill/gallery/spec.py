@@ -111,8 +111,8 @@ def missing_space_error(spaces: Collection[SpaceInfo], space: str) -> Incompatib
     """
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
     return IncompatibleSpaceError(
-        f"space {space} is not one of this gallery's ({listed}); use a model of one of these "
-        "releases"
+        f"the gallery has no vectors of the space {space}; it has those of "
+        f"{listed or 'no release'}. Use a model of one of these releases"
     )
 
 

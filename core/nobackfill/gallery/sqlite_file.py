@@ -108,7 +108,7 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
         kinds = tuple(map(type, row))
         sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_WITHOUT_SIDE) and row[7] in get_args(State)
         if not sound or not _is_possible(row):
-            raise DamagedError(None, "a space has invalid values")
+            raise DamagedError(None, "a row of its table 'spaces' has invalid values")
     return [
         SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *others)
         for space, release, dim, metric, unit, side_space, side_dim, *others in rows
@@ -147,7 +147,7 @@ def commit_count(connection: sqlite3.Connection) -> int:
     """
     rows = connection.execute("SELECT count FROM commits").fetchall()
     if len(rows) != 1 or not isinstance(rows[0][0], int):
-        raise DamagedError(None, "its count of commits is missing")
+        raise DamagedError(None, "its table 'commits' lacks the number of commits")
     return int(rows[0][0])
 
 
@@ -653,7 +653,7 @@ def item_from_row(row: tuple[Any, ...]) -> StoredItem:
     fields = _json(metadata, f"item {label}")
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
     if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
-        raise DamagedError(None, f"item {label} has invalid values")
+        raise DamagedError(None, f"row {label} of its table 'items' has invalid values")
     return StoredItem(label, item_id, digest, fields, origin, uncertainty)
 
 
@@ -750,12 +750,12 @@ def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels
     end = 0
     for some_labels, some in _chunks(connection, info):
         if end + len(some) > most:
-            raise DamagedError(None, f"it has more vectors than items, which are {most}")
+            raise DamagedError(None, f"it has more vectors than its {most} items")
         labels[end : end + len(some)] = some_labels
         vectors[end : end + len(some)] = some
         end += len(some)
     if (np.diff(labels[:end]) <= 0).any():
-        raise DamagedError(None, "vectors are not in the order of their labels")
+        raise DamagedError(None, "its rows of vectors are not in the order of their keys")
     return labels[:end], vectors[:end]
 
 

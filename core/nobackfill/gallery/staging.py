@@ -336,7 +336,10 @@ def run_upgrade(
         KeyError, ValueError: `order` is unknown.
     """
     if chunk_items < 1:
-        raise InvalidInputError(f"chunk of an upgrade: expected at least 1 item, got {chunk_items}")
+        raise InvalidInputError(
+            "chunk_items, the items that an upgrade migrates at once: expected at least 1, got "
+            f"{chunk_items}"
+        )
     store.add_staging_space(target)
     windows = store.remaining_vectors(
         source or store.active().spec.space, target, runner.reads_side
@@ -440,8 +443,8 @@ def _with_ids(
     items = store.items([int(labels[row]) for row in error.rows])
     names = join_few(item.id for item in items if item is not None)
     return UnusableOutputError(
-        f"the upgrade to release {target.release} gives no usable vector for {names}: embed "
-        "them again from their images, or ask the publisher for another release",
+        f"the upgrade to release {target.release} gives no usable vector for {names}: re-embed "
+        "these items from their images or texts, or ask the publisher for another release",
         error.rows,
     )
 
@@ -735,8 +738,8 @@ def ensure_complete(missing_count: int, target: SpaceInfo) -> None:
     if missing_count:
         raise PreconditionError(
             f"{missing_count} items have no vector in release {target.spec.release}'s space, so "
-            "that searches there would not find them; finish the upgrade, embed these items, or "
-            "pass leave_behind=True"
+            "that searches there would not find them; finish the upgrade, embed these items with "
+            "this release's model, or pass leave_behind=True to accept that they are not found"
         )
 
 

@@ -154,15 +154,16 @@ def check_batch(
     for name, values in (("digests", digests), ("metadata", metadata)):
         if values is not None and len(values) != len(ids):
             raise InvalidInputError(
-                f"{name}: expected one for each of {len(ids)} items, got {len(values)}"
+                f"{name} of a put: expected one for each of {len(ids)} items, got {len(values)}; "
+                "pass a list as long as that of the ids"
             )
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
         1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and is_storable_text("".join(ids))
     ):
         raise InvalidInputError(
-            f"item ids: expected 1 to {MAX_ID_CHARACTERS} characters of valid text in each, got "
-            f"lengths from {min(lengths)} to {max(lengths)}"
+            f"item ids: expected 1 to {MAX_ID_CHARACTERS} characters of valid Unicode without zero "
+            f"bytes in each, got lengths from {min(lengths)} to {max(lengths)}; correct the ids"
         )
     if len(set(ids)) != len(ids):
         raise InvalidInputError(
@@ -287,11 +288,16 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
     if new.side is not None:
         what = f"side-information of release {spec.release}"
         if spec.side_space is None:
-            raise InvalidInputError(f"{what}: the release has none; leave it out")
+            raise InvalidInputError(
+                f"{what}: the release computes no side-information, so its gallery stores none; "
+                "leave it out"
+            )
         side = check_vectors(new.side, spec.side_dim, error_name=what)
     for array in (embedding, side):
         if array is not None and len(array) != rows:
-            raise InvalidInputError(f"{what}: expected {rows} rows, got {len(array)}")
+            raise InvalidInputError(
+                f"{what}: expected {rows} vectors, one for each item, got {len(array)}"
+            )
     return CheckedVectors(info, embedding, side, new.origin)
 
 
@@ -756,7 +762,11 @@ class Store:
         """
         active = [info for info in self.spaces() if info.state == "active"]
         if len(active) != 1:
-            raise DamagedError(self.path, f"{len(active)} active spaces, expected one")
+            raise DamagedError(
+                self.path,
+                f"{len(active)} of its spaces are marked as the one that answers searches, "
+                "expected one",
+            )
         return active[0]
 
     def space(self, space: str) -> SpaceInfo:

@@ -117,8 +117,8 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"{path}: there is no index file; build the index by hnsw.build_index, and save it "
-            "there"
+            f"{path}: there is no index file; build the search index with build_index() of "
+            "nobackfill.gallery.search.hnsw, and save it to this file"
         ) from error
     except OSError as error:
         raise VerificationError(
@@ -245,7 +245,8 @@ def check_links(links: GraphLinks) -> None:
         sound = _lead(links.ground, np.zeros(count, np.int64), levels) and _lead(above, at, levels)
     if not sound:
         raise VerificationError(
-            "the search graph links to elements that it does not have; build the index again"
+            "the search index (HNSW) is damaged: its graph links to elements that do not exist; "
+            "build the index again"
         )
 
 
@@ -408,8 +409,9 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     check_links(links)
     if not len(links) == len(arrays["rows"]) == len(arrays["sums"]):
         raise VerificationError(
-            f"{path}: the index file must have a row and a sum for each element; build the index "
-            "again"
+            f"{path}: the index file is damaged: expected a row and a checksum for each of "
+            f"{len(links)} elements, got {len(arrays['rows'])} and {len(arrays['sums'])}; build "
+            "the index again"
         )
     return GraphSkeleton(
         spec, arrays["labels"], arrays["rows"], links, arrays["sums"], own_links, ef
@@ -495,7 +497,8 @@ def _rows_in(skeleton: GraphSkeleton, labels: Labels) -> Rows:
     positions[labels[positions] != skeleton.labels] = -1
     if len(skeleton.rows) and skeleton.rows.max() >= len(positions):
         raise VerificationError(
-            "the index file refers to rows that it does not have; build the index again"
+            "the index file was built for other vectors: it refers to rows above the "
+            f"{len(positions)} that it lists; build the index again"
         )
     # The last -1 is for elements without a row.
     moved: Rows = np.append(positions, -1)[skeleton.rows]

@@ -479,8 +479,8 @@ def _unchanged(old: GraphSkeleton, spec: SpaceSpec, labels: Labels, rows: Rows) 
 def _refuse_metric(old: SpaceSpec, spec: SpaceSpec) -> None:
     if old.metric != spec.metric:
         raise VerificationError(
-            f"the search graph was built for the metric {old.metric}, and the space has "
-            f"{spec.metric}; build a new index"
+            f"release {spec.release}: the search graph to reuse was built for the metric "
+            f"{old.metric}, and the vectors are compared by {spec.metric}; build a new index"
         )
 
 
@@ -490,16 +490,16 @@ def _refuse_distant(elements: int, old: Labels, labels: Labels) -> None:
     changes = len(labels) - common + elements - common
     if changes > LARGEST_TRANSFER_CHANGE * len(labels):
         raise VerificationError(
-            f"too many rows changed since the search graph was built: {changes}, with "
-            f"{len(labels)} rows now; build a new index"
+            f"the search graph to reuse is too old: {changes} items changed since it was built, "
+            f"and the gallery has {len(labels)}; build a new index"
         )
 
 
 def _accept(index: HnswIndex, after_piece: Callable[[], None]) -> None:
     if (recall := _tune(index, after_piece)) < LEAST_RECALL:
         raise VerificationError(
-            f"the transferred search graph finds {recall:.3f} of the true neighbours, expected at "
-            f"least {LEAST_RECALL}; build a new index"
+            f"the old vectors' search graph, used for the new vectors, finds {recall:.3f} of the "
+            f"true neighbours, expected at least {LEAST_RECALL}; build a new index"
         )
 
 
