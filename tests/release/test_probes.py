@@ -68,7 +68,7 @@ def test_probes_that_a_model_cannot_read_refuse_the_release(name: str, second: D
     def cut(arrays: Arrays) -> None:
         arrays[name] = arrays[name][:, :-1]
 
-    with pytest.raises(VerificationError, match=r"golden probe \S+: .* expected"):
+    with pytest.raises(VerificationError, match=r"golden probe \S+ \(a test input .* expected"):
         check_probes(second.files, changed(second, cut))
 
 

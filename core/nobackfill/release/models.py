@@ -149,7 +149,8 @@ class UpgradeModel:
                 raise InvalidInputError(
                     f"upgrade from release {upgrade.from_release}: expected {count} rows of "
                     "side-information, one for each vector, got "
-                    f"{'none' if side is None else len(side)}"
+                    f"{'none' if side is None else len(side)}; read it from the gallery with the "
+                    "vectors"
                 )
             inputs["side"] = check_vectors(
                 side, upgrade.from_side_dim, error_name="side-information to upgrade"
@@ -322,8 +323,8 @@ def no_vector_error(manifest: "Manifest | ImageModel") -> InvalidInputError:
     """Return, without raising it, the error for an image of which the release's model makes no
     usable vector."""
     return InvalidInputError(
-        f"image: the models of release {manifest.release} return no usable vector for it (zero, or "
-        "not finite); leave it out, as images of a single colour"
+        f"image: the models of release {manifest.release} return no usable vector for this image "
+        "(zero, or not finite), as often for images of a single colour; leave the image out"
     )
 
 
@@ -460,8 +461,9 @@ def _check_images(images: Images, frame: Frame) -> Images:
     array = np.asarray(images)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1:] != (height, width, 3):
         raise InvalidInputError(
-            f"images: expected uint8 [n, {height}, {width}, 3], got {array.dtype} "
-            f"{list(array.shape)}"
+            f"images: expected an array uint8 [n, {height}, {width}, 3], as the model reads "
+            f"images, got {array.dtype} {list(array.shape)}; decode and resize the images to this "
+            "form"
         )
     return np.ascontiguousarray(array)
 
@@ -496,13 +498,17 @@ def check_output(
     except InvalidInputError as error:
         raise VerificationError(str(error)) from error
     if len(checked) != count:
-        raise VerificationError(f"model output {name!r}: expected {count} rows, got {len(checked)}")
+        raise VerificationError(
+            f"model output {name!r}: expected {count} vectors, one for each input, got "
+            f"{len(checked)}; export the model again"
+        )
     return checked
 
 
 def _check_uncertainty(values: NDArray[Any], count: int) -> Vectors:
     if values.shape != (count,) or not np.isfinite(values).all():
         raise VerificationError(
-            f"model output 'uncertainty': expected {count} finite values, got {list(values.shape)}"
+            f"model output 'uncertainty': expected {count} finite values, one for each input, got "
+            f"the shape {list(values.shape)} or NaN; export the model again"
         )
     return np.ascontiguousarray(values, dtype=np.float32)

@@ -171,7 +171,9 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
                 f"one of {', '.join(map(_type_name, _BYTES))}"
             )
         if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
-            raise OnnxRuleError(f"its tensor {tensor.name!r} has an impossible shape")
+            raise OnnxRuleError(
+                f"its tensor {tensor.name!r} has a negative size, or is a segment of another tensor"
+            )
         size = math.prod(tensor.dims) * _BYTES[tensor.data_type]
         total += size
         if total > LARGEST_FILE:
@@ -225,8 +227,8 @@ def _check_values(model: ModelProto, tokens: int) -> GraphProto:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
         if math.prod(sizes) > LARGEST_VALUE:
             raise OnnxRuleError(
-                f"its value {value.name!r} has {math.prod(sizes)} elements for one item, expected "
-                f"at most {LARGEST_VALUE}"
+                f"its intermediate tensor {value.name!r} has {math.prod(sizes)} elements for one "
+                f"item, expected at most {LARGEST_VALUE}"
             )
     return inferred.graph
 
@@ -241,7 +243,10 @@ def _check_node(node: NodeProto, opset: int) -> None:
         optional_input = place < len(formal) and formal[place].option == optional
         # onnxruntime reads a bias that is omitted by an empty name.
         if not name and (not optional_input or node.op_type == "LayerNormalization"):
-            raise OnnxRuleError(f"it omits input {place} of a {node.op_type}, which needs it")
+            raise OnnxRuleError(
+                f"it omits input {place} of an operator {node.op_type}, and the operator requires "
+                "that input"
+            )
     for attribute in node.attribute:
         if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
             raise OnnxRuleError(

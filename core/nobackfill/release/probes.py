@@ -171,7 +171,10 @@ def _refuse_probes(name: str) -> Iterator[None]:
     try:
         yield
     except InvalidInputError as error:
-        raise VerificationError(f"golden probe {name}: {error}") from error
+        raise VerificationError(
+            f"golden probe {name} (a test input of the release): its own model refuses it: "
+            f"{error}. The release is not used; its publisher must publish it again"
+        ) from error
 
 
 def make_text_probes(texts: Sequence[str], embed_texts: EncodeTexts) -> Arrays:
@@ -345,9 +348,9 @@ def _agree(name: str, published: NDArray[Any], output: NDArray[Any], tolerance: 
     if not (difference <= tolerance).all():
         worst = np.fmax.reduce(difference, axis=None)
         raise VerificationError(
-            f"golden probe {name}: on the release's test inputs, this machine's outputs differ "
-            f"from the published ones by {worst:.2g}, more than the tolerance {tolerance:g}; this "
-            "machine does not use the release"
+            f"golden probe {name}: on the release's test inputs, this machine's model outputs "
+            f"differ from the published ones by {worst:.2g}, more than the tolerance "
+            f"{tolerance:g}; the release is not used on this machine. Report this to its publisher"
         )
 
 
@@ -393,7 +396,8 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
         except (OSError, MemoryError, RecursionError) as error:
             raise VerificationError(
                 f"{name}: the ONNX file is refused: it cannot be checked ({type(error).__name__}: "
-                f"{error}). Its publisher must export it again"
+                f"{error}). Check its permissions and this machine's memory, or ask its publisher "
+                "to export it again"
             ) from error
 
 

@@ -32,7 +32,8 @@ class TextReader:
             )
         except InvalidInputError as error:
             raise VerificationError(
-                f"the release is refused; its publisher must publish it again: {error}"
+                f"release {manifest.release}: its tokenizer is unusable ({error}), so the release "
+                "is not used; its publisher must publish it again"
             ) from error
 
     def tokenize(self, texts: Sequence[str], role: TextRole) -> Tokens:
@@ -156,6 +157,6 @@ def no_text_vector_error(manifest: Manifest) -> InvalidInputError:
     """Return, without raising it, the error for a text of which the release's model makes no usable
     vector."""
     return InvalidInputError(
-        f"text: the model of release {manifest.release} returns no usable vector for it (zero, or "
-        "not finite); leave it out"
+        f"text: the model of release {manifest.release} returns no usable vector for this text "
+        "(zero, or not finite); leave the text out"
     )

@@ -134,7 +134,8 @@ def explain_trial_failure_in_child(request: _Request, poll: Callable[[], None]) 
             child.kill()
     return (
         f"the release's models took more than {WALL_SECONDS} s to be loaded and tested in a child "
-        "process; the release is refused"
+        "process; the release is refused. Try again on an idle machine, or ask its publisher for "
+        "smaller models"
     )
 
 
@@ -183,7 +184,7 @@ def explain_trial_failure(request: _Request) -> str | None:
     except MemoryError:
         return (
             f"the release's models need more than {MEMORY_BYTES >> 30} GiB of memory to be loaded "
-            "and tested; the release is refused"
+            "and tested; the release is refused. Ask its publisher for smaller models"
         )
     return None
 

@@ -86,8 +86,9 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     spaces = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
-            f"release {manifest.release}: its manifest lists in searches_directly spaces that no "
-            f"published release has: {join_few(sorted(strangers))}; export the release again"
+            f"release {manifest.release}: its manifest declares spaces directly searchable "
+            f"(searches_directly) that no published release has: {join_few(sorted(strangers))}; "
+            "export the release again"
         )
     try_release(draft.files, manifest)
 
@@ -119,8 +120,8 @@ def _check_gate(manifest: Manifest, *, first: bool) -> None:
     gate = manifest.gate
     if gate.verdict == "first" and not first:
         raise GateFailedError(
-            f"release {manifest.release}: the draft was gated as a first release, but others are "
-            "published; export it again, so that the gate measures it against them"
+            f"release {manifest.release}: the gate of this draft measured it as the first release, "
+            "but others are published; export it again, so that the gate compares it with them"
         )
     if gate.verdict in ("failed", "not_measured") and not gate.forced:
         raise GateFailedError(

@@ -398,8 +398,8 @@ def next_metadata(
         targets_meta = metadata.snapshot.meta["targets.json"]
     else:
         raise NotFoundError(
-            "expected published files whose metadata can be renewed, got none; publish a release "
-            "first"
+            "there is no metadata to renew, because nothing is published in this folder; publish a "
+            "release with training/export.py first"
         )
     version = 1 if metadata is None else metadata.snapshot.version + 1
     snapshot = Snapshot(

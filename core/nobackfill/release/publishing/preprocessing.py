@@ -80,9 +80,15 @@ class _Transformers(BaseModel):
             raise ValueError(f"expected an image processor of {', '.join(_SQUARE)}, got {name}")
         plain = self.do_resize and self.do_rescale and not (self.do_pad or self.rescale_offset)
         if not plain or not isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3):
-            raise ValueError("expected pictures to be resized and divided by 255, without padding")
+            raise ValueError(
+                "expected pictures to be resized and divided by 255, without padding, got other "
+                "steps"
+            )
         if self.resample not in _RESAMPLE:
-            raise ValueError(f"resample: expected one of {sorted(_RESAMPLE)}, got {self.resample}")
+            raise ValueError(
+                f"resample: expected one of {', '.join(map(str, sorted(_RESAMPLE)))}, got "
+                f"{self.resample}"
+            )
         square = self.default_to_square
         if square is None:
             square = _SQUARE.get(family, False)
@@ -117,7 +123,10 @@ class _Transformers(BaseModel):
         if cut is not None and both == cut:
             return cut, "stretch", None
         if cut is None or shortest is None:
-            raise ValueError("expected the shortest edge and the size of a centre crop")
+            raise ValueError(
+                "expected the shortest edge in `size` and a centre crop in `crop_size`, got other "
+                "keys"
+            )
         return cut, "crop", shortest
 
     @staticmethod
@@ -256,7 +265,8 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
             ) from error
         except ValueError as error:
             raise InvalidInputError(
-                f"{file}: cannot be applied ({_first(error)}); declare the model's pixels in "
+                f"{file}: this file's preprocessing of images cannot be applied here "
+                f"({_first(error)}); declare the model's pixels in "
                 f"{path.with_suffix('.json').name} next to the ONNX file"
             ) from error
         if preprocessing is not None:

@@ -131,7 +131,8 @@ def rotate(
     keys = keys or SigningKeys.of_publication(repo)
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(
-            f"--role: expected at least one of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
+            f"--role: expected at least one of {', '.join(ROLES)}, got "
+            f"{', '.join(sorted(roles)) or 'none'}"
         )
     ordered = tuple(role for role in ROLES if role in roles)
     ledger = require_signed_metadata(repo)
@@ -314,7 +315,9 @@ def _target(ledger: SignedMetadata, path: str) -> TargetFile:
     target = ledger.targets.targets.get(path)
     if target is None:
         what = path.removesuffix(".json").replace("-", " ")
-        raise NotFoundError(f"{what} is not published here; `publication list` shows the releases")
+        raise NotFoundError(
+            f"{what} is not published in this folder; `publication list` shows what is"
+        )
     return target
 
 

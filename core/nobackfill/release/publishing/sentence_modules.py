@@ -139,8 +139,8 @@ def _expanded(folder: Path, module: SentenceModule, role: TextRole) -> list[Sent
     for name in config.structure[_route(file, config, role)]:
         if name not in config.types:
             raise InvalidInputError(
-                f"{file}: its routes name the module {name}, but its types do not; save the model "
-                "again with sentence-transformers"
+                f"{file}: this configuration of a Router lists the module {name} in a route, and "
+                "not under `types`; save the model again with sentence-transformers"
             )
         path = PurePosixPath(module.path) / _below(folder, name)
         modules += _expanded(folder, SentenceModule(str(path), config.types[name]), role)

@@ -198,8 +198,8 @@ class TextFolder:
             make_dir(target.parent, 0o700)
         except CannotWriteError as error:
             raise CannotWriteError(
-                f"{error}; the export of {folder} is kept there, or in the folder that the "
-                "environment variable XDG_CACHE_HOME names"
+                f"{error}; the ONNX export of {folder} is cached in this folder. Make it writable, "
+                "or name another one by the environment variable XDG_CACHE_HOME"
             ) from error
         mib = sum(file.stat().st_size for file in self.files[role].weights) >> 20
         cost = f"about {30 + mib // 30} s of a processor and {1 + mib / 190:.1f} GiB of memory"
@@ -279,8 +279,8 @@ def read_table(file: Path) -> Vectors:
             table = table * tensors["weights"].astype(np.float32)[:, None]
     except (IndexError, ValueError) as error:
         raise InvalidInputError(
-            f"{file}: its rows, `mapping` and `weights` do not fit each other ({error}); save the "
-            "model again by its library"
+            f"{file}: the rows of its table and its tensors `mapping` and `weights` differ in "
+            f"number ({error}); save the model again by its library"
         ) from error
     return np.asarray(table, np.float32)
 

@@ -55,6 +55,7 @@ from nobackfill.release.manifest import (
     converter_manifest_path,
     converter_of_manifest,
     is_plain_path,
+    join_validation_problems,
     parse_converter,
     parse_manifest,
 )
@@ -351,9 +352,9 @@ class TrustedState:
             self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
         except (RepositoryError, KeyError) as error:
             raise VerificationError(
-                f"the stored metadata of a publication does not fit together ({error}), so none "
-                "of it is trusted; remove the file trusted.json to start again with the root "
-                "metadata"
+                f"the stored metadata of a publication contradicts itself ({error}), so none of it "
+                "is trusted; remove the file trusted.json in the folder of this trusted state, to "
+                "start again from the root metadata"
             ) from error
 
     @classmethod
@@ -373,8 +374,9 @@ class TrustedState:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
+            why = join_validation_problems(error) if isinstance(error, ValidationError) else error
             raise VerificationError(
-                f"{path}: this file of trusted metadata is damaged ({error}); remove it to start "
+                f"{path}: this file of trusted metadata is damaged ({why}); remove it to start "
                 "again from the root metadata"
             ) from error
         roles = ("root", *ROLE_FILES)
@@ -445,8 +447,8 @@ class TrustedState:
             if version < least:
                 raise VerificationError(
                     f"expected {role} metadata of version {least} or later, which was seen before, "
-                    f"got {version}: this publication was rolled back; nothing was changed. Ask "
-                    "its publisher to restore the newest files"
+                    f"got {version}: this publication was rolled back to an older state; nothing "
+                    "was changed. Ask its publisher to restore the newest files"
                 )
 
     def check_expiry(self, time: datetime) -> None:
@@ -1001,8 +1003,8 @@ class Trust:
         target = self._trusted().targets.targets.get(path) if is_plain_path(path) else None
         if target is None:
             raise NotFoundError(
-                f"{path}: the publication has no such file; refresh the metadata, or check the "
-                "release's number"
+                f"{path}: the publication has no such file; check the number of the release, or "
+                "refresh the metadata first (on a device: `edge-client sync`)"
             )
         return target
 
@@ -1129,8 +1131,8 @@ class TrustedFolder(Trust):
                 name = member.relative_to(self.repo).as_posix()
                 if member.is_symlink() or (not member.is_dir() and name not in signed):
                     raise VerificationError(
-                        f"{name}: this file lies in a release's folder, but no metadata signs it; "
-                        "remove it"
+                        f"{name}: this file lies in a release's folder of the publication, but no "
+                        "metadata signs it; remove the file"
                     )
         return self.repo
 
@@ -1142,12 +1144,13 @@ class TrustedFolder(Trust):
             good = good and sha256_file(file) == target.hashes.get("sha256")
         except OSError as error:
             raise VerificationError(
-                f"{path}: this published file cannot be read ({error.strerror}); restore it"
+                f"{path}: this published file cannot be read ({error.strerror}); restore it from a "
+                "copy of the publication"
             ) from error
         if not good:
             raise VerificationError(
-                f"{path}: this published file differs from the one that was signed; restore it, or "
-                "publish the release again"
+                f"{path}: this published file differs from the one that was signed; restore it "
+                "from a copy of the publication, or publish the model as a new release"
             )
 
 
@@ -1206,7 +1209,7 @@ def refuse_withdrawn_converter(trust: Trust, converter_number: int) -> None:
     if reason is not None:
         raise PreconditionError(
             f"converter {converter_number} was withdrawn by its publisher ({reason}); use another "
-            "one"
+            "converter of the publication, or fit a map to your own vectors by `nobackfill fit`"
         )
 
 
@@ -1238,8 +1241,8 @@ def download_converter_manifest(trust: Trust, number: int, folder: Path) -> Conv
         trust.signed_entry(path)
     except NotFoundError as error:
         raise NotFoundError(
-            f"converter {number} is not published there; it has "
-            f"{describe_published_converters(trust)}"
+            f"converter {number} is not in this publication, which has "
+            f"{describe_published_converters(trust)}; check the number"
         ) from error
     return parse_converter(trust.download(path, folder).read_bytes(), number)
 
@@ -1329,7 +1332,7 @@ def find_published_manifest(release: int, published: Mapping[int, Manifest]) -> 
     """
     if release not in published:
         raise ConfigurationError(
-            f"release {release} is not published; the publication has "
+            f"release {release} is not published; the publication folder has "
             f"{join_few(sorted(published, reverse=True)) or 'no release'}"
         )
     return published[release]
