@@ -82,7 +82,12 @@ class NativeBuild(BuildHookInterface):  # type: ignore[type-arg]
                 compile_to(path)
             except (OSError, ImportError, subprocess.CalledProcessError) as error:
                 path.unlink(missing_ok=True)
-                print(f"searching in Python: nothing compiled ({error})", file=sys.stderr)
+                print(
+                    "nobackfill's search was not compiled, so searches run in Python and take "
+                    f"several times longer ({error}); install a C++ compiler, then install "
+                    "nobackfill again",
+                    file=sys.stderr,
+                )
         if path.exists():
             build_data["pure_python"] = False
             build_data["infer_tag"] = True

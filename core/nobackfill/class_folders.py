@@ -113,8 +113,8 @@ def list_images(
         )
     if classes is not None and classes > len(folders):
         raise InvalidInputError(
-            f"{root}: expected at least {classes} class folders, because the key classes is "
-            f"{classes}, got {len(folders)}; add folders, or set classes lower"
+            f"{root}: expected at least {classes} class folders, because the configuration has "
+            f"`classes: {classes}`, got {len(folders)}; add folders, or set `classes` lower"
         )
     files = _files(folders[:classes])
     for folder, of_class in files.items():
@@ -153,8 +153,8 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
     ):
         if wrong:
             raise InvalidInputError(
-                f"class_list {class_list}: {len(wrong)} of {len(names)} classes {what} in {root}: "
-                f"{join_few(wrong)}; correct the list"
+                f"class_list {class_list}: {len(wrong)} of {len(names)} classes {what} (folders of "
+                f"{root}): {join_few(wrong)}; correct the list"
             )
     return [root / name for name in names]
 

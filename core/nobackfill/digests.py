@@ -85,7 +85,8 @@ def side_space_id(encoder_sha256: str) -> str:
 def _hex64(digest: str) -> str:
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise InvalidInputError(
-            f"digest: expected a SHA-256 of 64 lower-case hex digits, got {digest!r}"
+            "digest of a model file: expected a SHA-256 of 64 lower-case hex digits, got "
+            f"{digest!r}; compute it with sha256sum"
         )
     return digest
 

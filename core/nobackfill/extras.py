@@ -38,8 +38,8 @@ def require_extra(name: str) -> Iterator[None]:
         if (error.name or "").startswith("nobackfill"):
             raise
         raise ConfigurationError(
-            f"this needs {error.name}, which is not installed: pip install '.[{name}]' in the "
-            "folder of nobackfill's source"
+            f"the Python package {error.name} is needed here and not installed: run pip install "
+            f"'.[{name}]' in the folder of nobackfill's source"
         ) from error
 
 
@@ -83,9 +83,9 @@ def load_plugin(group: str, name: str) -> Any:
     if name not in plugins.names:
         known = ", ".join(sorted(plugins.names)) or "none"
         raise ConfigurationError(
-            f"no plug-in {name!r} is installed in the group nobackfill.{group}, which has {known}; "
-            "`pip install .` in the folder of nobackfill's source, or `make setup` in a checkout, "
-            "registers its own"
+            f"no plug-in {name!r} is installed in the group nobackfill.{group}; installed are "
+            f"{known}. Correct the name, or install the plug-ins of nobackfill by `pip install .` "
+            "in the folder of its source (in a checkout: `make setup`)"
         )
     plugin = plugins[name]
     try:

@@ -127,8 +127,7 @@ def read_header(data: bytes) -> ImageHeader:
     if header.scans > MOST_JPEG_SCANS:
         raise InvalidInputError(
             f"image: expected a JPEG of at most {MOST_JPEG_SCANS} scans, got {header.scans} or "
-            "more; "
-            "save it again"
+            "more; save it as a JPEG that is not progressive"
         )
     return header
 
@@ -250,7 +249,8 @@ def _heif(data: bytes) -> ImageHeader:
 
 def _too_many_pieces() -> InvalidInputError:
     return InvalidInputError(
-        f"image: expected at most {MOST_FILE_SEGMENTS} segments or chunks, got more; save it again"
+        f"image: expected a file of at most {MOST_FILE_SEGMENTS} segments or chunks, got more; "
+        "save it without metadata"
     )
 
 
@@ -455,14 +455,18 @@ def read_file(path: Path) -> bytes:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidInputError("expected a regular file, got a folder, pipe or device")
+                raise InvalidInputError(
+                    "expected a regular file, got a folder, pipe or device; name an image file"
+                )
             with open(descriptor, "rb", closefd=False) as file:
                 data = file.read(LARGEST_IMAGE_BYTES + 1)
         finally:
             # `open` leaves the descriptor of a folder open when it refuses it.
             os.close(descriptor)
     except OSError as error:
-        raise InvalidInputError(f"cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"cannot be read ({error.strerror}); check the name and permissions"
+        ) from error
     if len(data) > LARGEST_IMAGE_BYTES:
         size = max(len(data), status.st_size)
         raise InvalidInputError(

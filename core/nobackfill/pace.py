@@ -62,7 +62,7 @@ def read_paced(
             ):
                 raise slow_error(
                     f"the host sends too slowly: expected at least {SLOWEST_BYTES_A_SECOND} bytes "
-                    "a second and the end before the deadline, got less"
+                    "a second and the whole file before the deadline, got less; try again later"
                 )
             if piece is None:
                 begin, count = clock, 0

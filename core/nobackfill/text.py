@@ -65,8 +65,9 @@ class BatchTokenizer:
             own_tokens = self._tokenizer.num_special_tokens_to_add(False)
         if own_tokens >= length:
             raise InvalidInputError(
-                f"{error_name}: adds {own_tokens} tokens to each text, which leaves none of the "
-                f"{length} of max_length; declare a larger max_length"
+                f"{error_name}: this tokenizer adds {own_tokens} tokens to each text, and texts "
+                f"are truncated to {length} tokens (max_length), so that none is left for the "
+                "text; declare a larger max_length"
             )
         self._what = error_name
 
@@ -256,7 +257,7 @@ class TextLine:
             if not texts and not isinstance(value, str | int | float | bool):
                 raise InvalidInputError(
                     f"the key {key[:64]!r}: expected a text, a number, a flag or a list of texts, "
-                    "got another type"
+                    "got another type; correct or remove the key"
                 )
         return values
 

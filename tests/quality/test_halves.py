@@ -57,7 +57,7 @@ def test_what_is_enough_is_never_refused(sizes: list[int], seed: int) -> None:
         first, second = split_halves(listing(sizes), seed)
         assert not set(first) & set(second)
     else:
-        with pytest.raises(InvalidInputError, match="each needs 2 classes with 2 images"):
+        with pytest.raises(InvalidInputError, match="each half needs 2 classes with 2 images"):
             split_halves(listing(sizes), seed)
 
 

@@ -128,7 +128,7 @@ def test_metadata_of_another_kind_is_refused_without_sending(place: Place) -> No
         place.gateway.put("g", {"odd": place.images[0]}, notes),
         place.gateway.put_texts("g", {"odd": "a text"}, notes),
     ):
-        assert refusals["odd"].startswith("metadata: expected a text, a number")
+        assert refusals["odd"].startswith("metadata 'n': expected a text, a number")
     with pytest.raises(InvalidInputError, match="neither"):
         place.gateway.set_metadata("g", {"n": 1})
 

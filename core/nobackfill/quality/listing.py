@@ -264,8 +264,8 @@ def _of_items(listing: TextListing, seed: int) -> tuple[Rows, Rows]:
     """Split texts that are each their own class. Raises InvalidInputError for too few."""
     if len(listing) < 2 * ITEMS:
         raise InvalidInputError(
-            f"--eval-texts {listing.root}: half of them are for calibration and half for the gate; "
-            f"expected at least {2 * ITEMS} texts, got {len(listing)}"
+            f"--eval-texts {listing.root}: half of the texts are for calibration and half for the "
+            f"gate; expected at least {2 * ITEMS} texts, got {len(listing)}; add texts"
         )
     one_class = ImageListing(listing.root, ("",), listing.paths, np.zeros(len(listing), np.int64))
     (every,) = order_rows_by_digest(one_class, seed)
@@ -281,8 +281,8 @@ def _check_enough(listing: ImageListing, half: Rows) -> None:
         f"{n}: {count}" for n, count in zip(listing.class_names, totals, strict=True)
     )
     raise InvalidInputError(
-        f"--eval {listing.root}: half of it is for calibration and half for the gate, and each "
-        f"needs {CLASSES} classes with {IMAGES} images; expected {CLASSES} classes of "
+        f"--eval {listing.root}: half of the images are for calibration and half for the gate, and "
+        f"each half needs {CLASSES} classes with {IMAGES} images; expected {CLASSES} classes of "
         f"{2 * IMAGES} images or {2 * CLASSES} of {IMAGES}, got {len(listing)} images in "
         f"{len(listing.class_names)} classes ({examples}); add images"
     )

@@ -292,8 +292,8 @@ def _client_certificate() -> tuple[bytes | None, bytes | None]:
     if certificate is None or key is None:
         missing, present = names if certificate is None else names[::-1]
         raise ConfigurationError(
-            f"{present} is set without {missing}: expected the client's certificate and its key; "
-            "set both, or unset it"
+            f"{present} is set without {missing}: TLS needs the client's certificate and its "
+            f"private key; set both variables, or unset {present}"
         )
     import ssl
 

@@ -100,7 +100,11 @@ def fill_metadata(metadata: Mapping[str, MetadataValue], message: Values) -> Non
             raise InvalidInputError(
                 f"metadata: expected keys of valid Unicode text, got {key!r:.64}; leave it out"
             ) from error
-        fill_value(value, entry)
+        try:
+            fill_value(value, entry)
+        except InvalidInputError as error:
+            why = str(error).removeprefix("metadata: ")
+            raise InvalidInputError(f"metadata {key[:64]!r}: {why}") from error
 
 
 def metadata_value_message(value: MetadataValue) -> types.Value:
@@ -158,7 +162,7 @@ def read_scalar(value: types.Value, key: str) -> Scalar:
         return value.number
     raise InvalidInputError(
         f"metadata {key[:64]!r}: expected a text, a finite number or a flag, got "
-        f"{kind or 'no value'}"
+        f"{kind or 'no value'}; correct the value or leave it out"
     )
 
 
@@ -215,8 +219,8 @@ def filter_message(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
             message.conditions.add(key=OLD_GATEWAY_KEY, exists=False)
     except ValueError as error:
         raise InvalidInputError(
-            "filter: expected texts of valid Unicode, and times of the years 1 to 9999, found "
-            f"another ({error}); correct the filter"
+            "filter: expected texts of valid Unicode, and times of the years 1 to 9999, got "
+            f"another value ({error}); correct the filter"
         ) from error
     return message
 
