@@ -439,9 +439,10 @@ class AdapterSearch:
         returned = adapter.dims[1]
         if adapter.direction != "new to old" or facts.dim not in (None, returned):
             raise IncompatibleSpaceError(
-                f"{facts.name}: expected a query adapter to its space of {facts.dim} dimensions, "
-                f"found one from {adapter.direction} that returns {returned}; fit one with "
-                "`nobackfill fit --adapter`"
+                f"{facts.name}: expected a query adapter, a map from new vectors to old ones of "
+                f"{facts.dim or 'the stored'} dimensions, found a map from {adapter.direction} "
+                f"that returns {returned} dimensions; fit a query adapter with `nobackfill fit "
+                "--adapter`"
             )
         self._source, self._adapter = source, adapter
 

@@ -272,8 +272,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             yield
         except OSError as error:
             raise CannotWriteError(
-                f"{self._path}: the file of re-embedding cannot be written ({error.strerror}); "
-                "check its folder and permissions"
+                f"{self._path}: this file, which records re-embedded items, cannot be written "
+                f"({error.strerror}); check its folder and permissions"
             ) from error
         except sqlite3.Error as error:
             raise error_from_sqlite(self._path, error) or error from error

@@ -20,6 +20,7 @@ from nobackfill.errors import (
     NotFoundError,
     TooLargeError,
     UnavailableError,
+    join_few,
 )
 from nobackfill.loopback import is_loopback
 from nobackfill.pace import make_http_pool, read_paced
@@ -190,8 +191,9 @@ class UrlItems:
             )
         if parsed.host not in hosts or "{id}" not in path:
             raise ConfigurationError(
-                f"address of items: expected one of the hosts {sorted(hosts)} and {{id}} in the "
-                f"path, got {template!r}; correct the address"
+                "address of items: expected one of the allowed hosts "
+                f"({join_few(sorted(hosts)) or 'none'}) and {{id}} in the path, got {template!r}; "
+                "correct the address, or allow its host"
             )
         self._timeout = timeout
         self._http = make_http_pool(retries=False, timeout=timeout, maxsize=16)
@@ -237,8 +239,8 @@ class UrlItems:
             return None
         except _TROUBLE as error:
             raise UnavailableError(
-                f"item {name!r}: its host does not answer ({error}); check the address of the "
-                "source"
+                f"item {name!r}: the host of the source does not answer ({error}); check the "
+                "address of the source"
             ) from error
         return _decode(self.kind, check_item_size(bytes(data), name, most_bytes), name)
 
@@ -249,11 +251,14 @@ class UrlItems:
         complete = False
         try:
             if response.status in (404, 410):
-                raise NotFoundError(f"item {name!r}: its host has no such file")
+                raise NotFoundError(
+                    f"item {name!r}: the host of the source has no file for it; correct its id, or "
+                    "restore the file"
+                )
             if response.status != 200:
                 raise UnavailableError(
-                    f"item {name!r}: its host answers with the HTTP status {response.status}, "
-                    "expected 200; check the address of the source"
+                    f"item {name!r}: the host of the source answers with the HTTP status "
+                    f"{response.status}, expected 200; check the address of the source"
                 )
             while piece := response.read1(_PIECE):
                 yield piece
@@ -291,7 +296,10 @@ def check_item_size(data: bytes, name: str, most_bytes: int) -> bytes:
         TooLargeError: `data` has more bytes.
     """
     if len(data) > most_bytes:
-        raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
+        raise TooLargeError(
+            f"item {name!r}: expected at most {most_bytes} bytes, got more; make the item smaller, "
+            "or leave it out"
+        )
     return data
 
 
@@ -368,7 +376,10 @@ class LineItems:
                     "permissions"
                 ) from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
-            raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
+            raise TooLargeError(
+                f"item {name!r}: expected at most {most_bytes} bytes, got more; make the item "
+                "smaller, or leave it out"
+            )
         try:
             entry = parse_text_line(line, repr(name))
         except InvalidInputError:
