@@ -129,7 +129,7 @@ def test_lancedb_refuses_by_name(lance: Lance) -> None:
     refuse(short.set_column(0, "id", pa.array(["a", "a"])), "expected unique keys, found 'a' twice")
     refuse(short.set_column(0, "id", pa.array([0.5, 1.5])), "expected keys of text or integers")
     refuse(short, "expected a column of keys 'name'", key="name")
-    with pytest.raises(NotFoundError, match="no such table; there are docs"):
+    with pytest.raises(NotFoundError, match="its tables are docs"):
         open_source(f"lancedb:{lance.folder}#nowhere")
     with pytest.raises(InvalidInputError, match="object stores"):
         open_source("lancedb:s3://bucket#docs")

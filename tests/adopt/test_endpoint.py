@@ -1,4 +1,4 @@
-"""An endpoint in the shape of OpenAI's, on this machine: busy, slow, broken, changing its model."""
+"""An endpoint in the form of OpenAI's, on this machine: busy, slow, broken, changing its model."""
 
 import json
 import threading
@@ -153,7 +153,7 @@ def test_other_dimensions_than_before_are_refused() -> None:
         (401, b"", NotPermittedError, KEY_VARIABLE),
         (400, b"too long", InvalidInputError, "answers 400: too long"),
         (302, b"", InvalidInputError, "answers 302"),
-        (200, b"<html>", InvalidInputError, "in the shape of OpenAI's"),
+        (200, b"<html>", InvalidInputError, "in the form of OpenAI's"),
         (200, b'{"data": []}', InvalidInputError, "it returned 0 for 2"),
         (500, b"", UnavailableError, "still answers 500"),
     ],

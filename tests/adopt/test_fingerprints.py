@@ -240,7 +240,7 @@ def test_models_that_read_queries_otherwise(
     for words in ([*fit, "new-queries"], ["sample", "old-queries"], carry):
         assert "got vectors of queries" in refused(words, 65, monkeypatch, capsys)
     said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
-    assert "--queries-new: their model embeds queries in another way" in said
+    assert "--queries-new: the model embeds queries and items differently" in said
     run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)
     facts, made_by = load_map(tmp_path / "map.npz").facts, tmp_path / "new" / "model.onnx"
     assert facts["old_model"] == open_embedder(str(tmp_path / "old" / "model.onnx")).fingerprint

@@ -80,7 +80,7 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     found = vectors_of(live(store))
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
     np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
-    with pytest.raises(NotFoundError, match="no flip to 'docs_new' can be undone"):
+    with pytest.raises(NotFoundError, match="no flip to 'docs_new' to undo"):
         live(store).flip_back("docs_new")
 
 

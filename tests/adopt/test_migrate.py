@@ -114,7 +114,7 @@ def test_a_migration_without_a_verdict_writes_nothing(
     request = MigrationPlan(source, "new/model.onnx", column="body", count=120)
     with pytest.raises(KeyboardInterrupt):
         migration.decide(request, kill)
-    with pytest.raises(PreconditionError, match=r"expected a verdict, .* that is deciding"):
+    with pytest.raises(PreconditionError, match=r"with a verdict, .* the state 'deciding'"):
         migration.write(print)
     assert columns(connection) == {"id", "body", "v"}
     assert migration.plan().state == "deciding"
@@ -333,7 +333,7 @@ def test_another_store_or_another_question_is_refused_by_name(
     np.save(folder / "vectors" / "ids.npy", np.arange(30))
     np.save(folder / "vectors" / "v.npy", np.ones((30, 4), np.float32))
     assert run("vectors", *START, "--work", "other") == 65
-    assert "for others use `fit`, then `carry`" in capsys.readouterr().err
+    assert "for others use `nobackfill fit`, then `nobackfill carry`" in capsys.readouterr().err
     assert run("status", "--work", "nowhere") == 66
     assert "no migration is here" in capsys.readouterr().err
 
@@ -908,8 +908,8 @@ def test_an_old_model_of_other_dimensions_is_refused_before_the_sample(
     words = (source, *START, "--queries", "queries.jsonl", "--old")
     assert run(*words, "other/model.onnx") == 65
     error = capsys.readouterr().err
-    assert "--old other/model.onnx makes vectors of 16 dimensions, but" in error
-    assert "has 24; name the model that made the stored vectors" in error
+    assert "--old, other/model.onnx, computes vectors of 16 dimensions, but" in error
+    assert "has 24; name the model that computed the stored vectors" in error
     assert not (folder / "nobackfill-migration").exists()
     # The corrected command begins.
     assert run(*words, "old/model.onnx") == 0

@@ -187,7 +187,7 @@ def test_what_is_given_is_of_the_fingerprint_and_told(
     assert "these are assumptions" in told and "m.json" in told
     said = {"size": 24, "fit": "crop", "shortest": 28, "interpolation": "bicubic"}
     said |= {"mean": [0.5] * 3, "std": [0.5] * 3}
-    with pytest.raises(IncompatibleSpaceError, match="declared otherwise"):
+    with pytest.raises(IncompatibleSpaceError, match="other settings"):
         stretched = open_embedder("m.onnx", pixels={"size": 24})
         embed_into(Path("cut"), read_items("images", column="text"), stretched)
     # The same, written beside it, is the same space.

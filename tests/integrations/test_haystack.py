@@ -110,7 +110,7 @@ def test_duplicates(document_store: HaystackDocumentStore) -> None:
     [
         ({"field": "content", "operator": "==", "value": "x"}, "metadata only, got 'content'"),
         ({"field": "meta.a", "operator": "like", "value": "x"}, "got 'like'"),
-        ({"operator": "XOR", "conditions": []}, "AND, OR or NOT, got 'XOR'"),
+        ({"operator": "XOR", "conditions": []}, "AND, OR or NOT .* got 'XOR'"),
     ],
 )
 def test_filters_that_a_gateway_does_not_have(

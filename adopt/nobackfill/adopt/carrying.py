@@ -254,7 +254,7 @@ def carry(
     if flip and not isinstance(place, Flippable):
         raise InvalidInputError(
             f"{facts.name}: expected no --flip, because this kind of store cannot flip by itself; "
-            "leave --flip out, and run the steps that `carry` prints"
+            "leave --flip out, and run the steps that `nobackfill carry` prints"
         )
     if isinstance(maker, Map):
         # A store of directions gives back every vector with norm 1.
@@ -391,8 +391,9 @@ def _write_first(place: TargetVectors, maker: VectorComputer, name: str) -> int:
 def _different(name: str, wrong: int, count: int, item: str) -> VerificationError:
     """Make the error for stored vectors that are not those that were written."""
     return VerificationError(
-        f"{name}: {wrong} of {count} new vectors differ from those that were written, the first in "
-        f"{item!r}; remove them with `carry --rollback` or `migrate back`, and run it again"
+        f"{name}: {wrong} of {count} new vectors, read back from the store, differ from those that "
+        f"were written, the first in {item!r}; remove the new vectors with `nobackfill carry "
+        "--rollback` or `nobackfill migrate back`, then run the same command again"
     )
 
 

@@ -1123,7 +1123,8 @@ def start(
         )
     if old_gone and old is not None:
         raise InvalidInputError(
-            "expected --old or --old-gone, got both: a model that embeds the queries is not gone"
+            "expected --old or --old-gone, got both: a model that embeds the queries is not gone; "
+            "leave one of them out"
         )
     plan = MigrationPlan(
         source, new, key, vector, column=column, items=items, items_gone=items_gone,

@@ -38,6 +38,7 @@ from nobackfill.errors import (
     NotFoundError,
     PreconditionError,
     UnfitError,
+    join_few,
 )
 from nobackfill.release.manifest import (
     Converter,
@@ -112,9 +113,9 @@ def read_card(path: Path) -> ConverterCard:
         wrong = error.errors(include_url=False)[0]
         place = ".".join(map(str, wrong["loc"]))
         raise InvalidInputError(
-            f"{path}: the file of --card is wrong at {place}: {wrong['msg']}; expected the keys "
-            '{"old": {"name", "licence", "model"}, '
-            '"new": {as of old}, "corpus", "corpus_licence"}'
+            f"{path}: the file of --card is wrong at {place or 'its beginning'}: {wrong['msg']}; "
+            'expected the keys {"old": {"name", "licence", "model"}, "new": {as of old}, "corpus", '
+            '"corpus_licence"}'
         ) from error
     for one in (card.old, card.new):
         model_path = path.parent / one.model
@@ -236,13 +237,14 @@ def map_to_upgrade_onnx(mapping: Map) -> bytes:
     return data
 
 
-def map_from_onnx(data: bytes, kind: str, facts: dict[str, str]) -> Map:
+def map_from_onnx(data: bytes, kind: str, facts: dict[str, str], error_name: str) -> Map:
     """Read a map from a graph that `map_to_onnx` wrote. The graph is compared, never run.
 
     Args:
         data: The bytes of an ONNX file, which may be hostile.
         kind: The kind of the map.
         facts: The facts of the map.
+        error_name: Name of the file, for errors.
 
     Returns:
         The map, with its layers if there are any; it normalises if the graph does.
@@ -268,15 +270,16 @@ def map_from_onnx(data: bytes, kind: str, facts: dict[str, str]) -> Map:
     except Exception as error:
         # Errors of protobuf, onnx and numpy at hostile bytes have no common base class.
         raise UnfitError(
-            f"expected a map as `nobackfill converter publish` writes it ({error}); ask its "
-            "publisher to publish it again"
+            f"{error_name}: expected a map as `nobackfill converter publish` writes it, got "
+            f"another file ({error}); ask the publisher of the converter to publish it again"
         ) from error
     found = Map(kind, checked, shift, "least" in constants, facts, tuple(layers))
     # Compared and not run: a stranger's graph may never end.
     if onnx.load_from_string(map_to_onnx(found)).graph != graph:
         raise UnfitError(
-            "expected the graph of a map, as `nobackfill converter publish` writes it; this "
-            "graph has other nodes. Ask its publisher to publish it again"
+            f"{error_name}: expected the ONNX graph of a map as `nobackfill converter publish` "
+            "writes it, got a graph with other nodes; ask the publisher of the converter to "
+            "publish it again"
         )
     return found
 
@@ -444,12 +447,12 @@ def open_converter(
     if manifest.old.unit:
         facts[OLD_NORM_FACT] = "1"
     file = download_converter_file(trust, manifest, folder)
-    mapping = map_from_onnx(file.read_bytes(), CONVERTER, facts)
+    mapping = map_from_onnx(file.read_bytes(), CONVERTER, facts, str(file))
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
-            f"{name}: expected a map of the dimensions of its models, "
-            f"{(manifest.old.dim, manifest.new.dim)}, got {mapping.dims}; ask its publisher to "
-            "publish it again"
+            f"{name}: expected a map from {manifest.old.dim} to {manifest.new.dim} dimensions, as "
+            f"its models have, got one from {mapping.dims[0]} to {mapping.dims[1]}; ask its "
+            "publisher to publish it again"
         )
     return VerifiedConverter(manifest, mapping)
 
@@ -479,8 +482,9 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
         )
     raise IncompatibleSpaceError(
         f"{place}: expected a converter for the model {(old or new or '')[:12]}…, which computed "
-        f"these vectors, found {'; '.join(seen)}; vectors of two models cannot be compared, even "
-        "if their dimension is the same"
+        f"these vectors, found {join_few(seen)}; vectors of two models cannot be compared, even if "
+        "their dimension is the same. Name another publication, or fit a map to your own vectors "
+        "by `nobackfill fit`"
     )
 
 
@@ -490,8 +494,8 @@ def _place(release: str) -> tuple[str, int | None]:
         place, number = DEFAULT_REPO, place
     if not place or (number and not re.fullmatch(r"[0-9]{1,7}", number)):
         raise InvalidInputError(
-            f"{release}: expected a converter as FOLDER, URL, FOLDER#N, URL#N or N, where N is its "
-            "number"
+            f"{release}: expected a converter as FOLDER, URL, FOLDER#N, URL#N or N, where N is the "
+            "converter's number; correct it"
         )
     remote = place.startswith(("http://", "https://"))
     # One address of a host is one trust, however it is written.
@@ -566,9 +570,9 @@ def open_map_for_store(
     """
     if (file is None) == (release is None):
         raise InvalidInputError(
-            "expected one source of the new vectors (--map FILE, --release CONVERTER, --with "
-            "MODEL or --vectors FOLDER), or --rollback to remove them; got none, or both --map "
-            "and --release"
+            "expected one source of the new vectors (--map FILE, --release CONVERTER, --with MODEL "
+            "or --vectors FOLDER), or --rollback to remove them; got none of these, or both --map "
+            "and --release. Give exactly one"
         )
     claimed = None if model is None else open_embedder(model).fingerprint
     check_same_model(facts.model, claimed, f"{facts.name} and --model")
@@ -582,8 +586,8 @@ def open_map_for_store(
     if made_by is None:
         raise IncompatibleSpaceError(
             f"{facts.name}: the store does not name the model that computed its vectors, so it is "
-            "unknown whether the map is for them; name the model with --model, as for `embed "
-            "--with`"
+            "unknown whether the map is for them; name the model with --model, as for `nobackfill "
+            "embed --with`"
         )
     opened = open_converter(release, root=root, old=made_by)
     return opened.mapping, [opened.sentence]

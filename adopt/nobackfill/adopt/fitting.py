@@ -176,8 +176,11 @@ def fit_and_judge(
         query_model = old_queries.facts().model
         check_same_model(old_model, query_model, "--old and --queries-old")
         for option, source in (("--queries-old", old_queries), ("--queries-new", new_queries)):
-            problem = "their model embeds queries in another way, and these were embedded as items"
-            advice = "embed them with `nobackfill embed --queries`"
+            problem = (
+                "the model embeds queries and items differently, and these vectors were embedded "
+                "as items"
+            )
+            advice = "embed the queries again with `nobackfill embed --queries`"
             refuse_vectors_with_role(source, DOCUMENTS, f"{option}: {problem}; {advice}")
         old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
     models = old_model or query_model, new_model

@@ -125,19 +125,21 @@ def load_rank_fusion(path: Path) -> FittedRankFusion:
         )
         if not len(old) == len(carried) == len(new) > 0 or 0 in (old.shape[1], new.shape[1]):
             raise ValueError(
-                f"its arrays old, carried and new do not fit: {old.shape}, {carried.shape} and "
-                f"{new.shape}"
+                "its arrays old, carried and new must have as many rows each, and have the shapes "
+                f"{old.shape}, {carried.shape} and {new.shape}"
             )
         if carried.shape != new.shape or (len(crowd) and crowd.shape[1] != new.shape[1]):
             raise ValueError(
-                f"its arrays carried, new and crowd do not fit: {carried.shape}, {new.shape} and "
-                f"{crowd.shape}"
+                "its arrays carried, new and crowd must have as many columns each, and have the "
+                f"shapes {carried.shape}, {new.shape} and {crowd.shape}"
             )
         joined, native = (OddsLine(*map(float, header[name])) for name in ("joined", "native"))
         weight, metric = float(header["weight"]), header.get("metric", "cosine")
         numbers = (weight, *astuple(joined), *astuple(native))
         if metric not in get_args(Metric) or not np.isfinite(numbers).all():
-            raise ValueError(f"it has the metric {metric!r} and the weights {numbers}")
+            raise ValueError(
+                f"it has the unknown metric {metric!r}, or a weight that is not finite"
+            )
         return FittedRankFusion(
             weight, joined, native, old, carried, new, str(header["mark"]), crowd, metric
         )

@@ -269,7 +269,9 @@ def _load(path: Path, command: str) -> Map:
         )
         ends = [weight.shape[1], *(len(one) for _, one in layers)]
         if layers and ([one.shape[1] for one, _ in layers], ends[-1]) != (ends[:-1], len(bias)):
-            raise ValueError("its layers do not fit one another")
+            raise ValueError(
+                "a layer has another number of inputs than the layer before has outputs"
+            )
         facts = {str(key): str(value) for key, value in header["facts"].items()}
         adapts = header["format"] == ADAPTER_FORMAT
         direction: Direction = header["direction"] if adapts else "old to new"
@@ -359,14 +361,20 @@ def _array(data: bytes) -> Any:
     read = known.read_array_header_1_0 if first else known.read_array_header_2_0
     shape, _, dtype = read(file)
     if prod(shape) * dtype.itemsize != len(data) - file.tell():
-        raise ValueError(f"it has {len(data)} bytes for an array {dtype} {shape}")
+        raise ValueError(
+            f"it has {len(data)} bytes for an array of {dtype} of the shape {shape}, which needs "
+            "another number"
+        )
     file.seek(0)
     return known.read_array(file, allow_pickle=False)
 
 
 def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
     if weight.ndim != 2 or 0 in weight.shape or weight.shape[:1] != bias.shape:
-        raise ValueError(f"it has a layer of the shapes {weight.shape} and {bias.shape}")
+        raise ValueError(
+            f"it has a layer with weights of the shape {weight.shape} and a bias of the shape "
+            f"{bias.shape}, which do not belong together"
+        )
     checked = check_vectors(weight, weight.shape[1], error_name="weight")
     return checked, check_vectors(bias[None], len(bias), error_name="bias")[0]
 

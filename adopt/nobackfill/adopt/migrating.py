@@ -57,6 +57,7 @@ from nobackfill.errors import (
     PreconditionError,
     join_few,
 )
+from nobackfill.release.manifest import join_validation_problems
 
 # "mapped": the items are gone, so searches ask both models from now on; nothing flips.
 State = Literal[
@@ -201,8 +202,9 @@ class Migration:
                 "--new MODEL`, or name its folder with --work"
             ) from error
         except (OSError, ValidationError) as error:
+            why = join_validation_problems(error) if isinstance(error, ValidationError) else error
             raise InvalidInputError(
-                f"{self._file}: the state of the migration cannot be read ({error}); restore this "
+                f"{self._file}: the state of the migration cannot be read ({why}); restore this "
                 "file from a copy"
             ) from error
 
@@ -287,11 +289,14 @@ class Migration:
                 raise InvalidInputError(
                     f"{name}: expected a name of at most "
                     f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, as those of the new "
-                    f"vectors add '_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
+                    f"vectors add '_new{_MAPPED}' to it; shorten the name, or use `nobackfill "
+                    "fit`, then `nobackfill carry --to NAME`"
                 )
             if isinstance(source, FlippingSource):
                 if obstacles := source.obstacles(Target(plan.to, 1, "")):
-                    raise InvalidInputError(f"{name}: it cannot flip: {'; '.join(obstacles)}")
+                    raise InvalidInputError(
+                        f"{name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
+                    )
                 source.refuse_other(plan.to)
             if former is not None and former.count != plan.count:
                 (self._sample).unlink(missing_ok=True)
@@ -324,8 +329,8 @@ class Migration:
         dim = next((vectors.shape[1] for _, vectors in batches), None)
         if None not in (facts.dim, dim) and facts.dim != dim:
             raise InvalidInputError(
-                f"--old {request.old} makes vectors of {dim} dimensions, but {facts.name} has "
-                f"{facts.dim}; name the model that made the stored vectors"
+                f"the model of --old, {request.old}, computes vectors of {dim} dimensions, but "
+                f"{facts.name} has {facts.dim}; name the model that computed the stored vectors"
             )
         return _Inputs(source, new, old, queries)
 
@@ -342,7 +347,8 @@ class Migration:
         """
         plan = self.plan()
         differences = [
-            f"{option} was {getattr(plan, name)!r} and is now {getattr(request, name)!r}"
+            f"{option} was {_describe_option(getattr(plan, name))} and is now "
+            f"{_describe_option(getattr(request, name))}"
             for name, option in _FIXED.items()
             if getattr(plan, name) != getattr(request, name)
         ]
@@ -437,8 +443,9 @@ class Migration:
         with self._alone() as (plan, source, check_lock):
             if not plan.way:
                 raise PreconditionError(
-                    f"{self._folder}: expected a verdict, found a migration that is {plan.state}; "
-                    "nothing was written. Run `nobackfill migrate` again to complete it"
+                    f"{self._folder}: expected a migration with a verdict, found one in the state "
+                    f"{plan.state!r}; nothing was written. Run `nobackfill migrate` again to "
+                    "complete it"
                 )
             self._check_same_vectors(plan, source)
             if plan.way in ("stay", ADAPTER_OPTION, "switch"):
@@ -553,9 +560,9 @@ class Migration:
         )
         if not isinstance(source, Reversible):
             raise InvalidInputError(
-                f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
-                "with pgvector, Qdrant, Milvus, Chroma, LanceDB, or SQLite with sqlite-vec; for "
-                "others use `fit`, then `carry`"
+                f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL with "
+                "pgvector, Qdrant, Milvus, Chroma, LanceDB, or SQLite with sqlite-vec; for others "
+                "use `nobackfill fit`, then `nobackfill carry`"
             )
         # It raises where the store cannot hold new vectors next to the old ones.
         _ = source.flip_name
@@ -700,8 +707,8 @@ class Migration:
             state = self._state(plan, source)
             if state not in ("flipped", "finished"):
                 raise PreconditionError(
-                    f"{self._folder}: expected a flipped migration, found one that is {state}; "
-                    "nothing was dropped"
+                    f"{self._folder}: expected a flipped migration, found one in the state "
+                    f"{state!r}; nothing was dropped. Run `nobackfill migrate` again to complete it"
                 )
             self._remove(plan, source, plan.to + _MAPPED)
             if state == "flipped":
@@ -774,7 +781,8 @@ class Migration:
             if not total:
                 raise InvalidInputError(
                     f"{inputs.source.facts().name}: expected rows with a vector in "
-                    f"{plan.vector!r}, found none; embed the table by the new model instead"
+                    f"{plan.vector!r}, found none, so there is nothing to migrate; embed the items "
+                    "with the new model instead"
                 )
             count = plan.count or SAMPLE
             tell(f"sampling {min(count, total)} of {total} items")
@@ -943,6 +951,13 @@ class _Counter:
                 f"{f'{format_duration(left)} left' if left else self._next}"
             )
         self.check()
+
+
+def _describe_option(value: str | bool | None) -> str:
+    """Describe the value of an option in a message."""
+    if isinstance(value, str):
+        return repr(value)
+    return "given" if value else "not given"
 
 
 def _complete(request: MigrationPlan, former: MigrationPlan | None) -> MigrationPlan:

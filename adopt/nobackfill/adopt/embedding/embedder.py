@@ -112,7 +112,7 @@ def open_embedder(
     if ":" in model:
         return PythonFunction(model)
     raise InvalidInputError(
-        f"{model}: expected a model as FILE.onnx, the folder of one, module:function, or the "
+        f"{model}: expected a model as FILE.onnx, the folder of a model, module:function, or the "
         "https:// address of an endpoint"
     )
 
@@ -257,8 +257,9 @@ class PythonFunction:
             # The user's code may raise any error, also because of one item of many.
             line = traceback.extract_tb(error.__traceback__)[-1]
             raise UnusableItemsError(
-                f"{self._name}: the function raised {type(error).__name__} in line "
-                f"{line.lineno} of {Path(line.filename).name} ({error})"
+                f"{self._name}: the function raised {type(error).__name__} in line {line.lineno} "
+                f"of {Path(line.filename).name} ({error}); correct the function, or leave the item "
+                "out"
             ) from error
         try:
             rows = list(made)

@@ -177,7 +177,8 @@ class Endpoint:
             source = "as declared" if self._settings else "as before"
             raise InvalidInputError(
                 f"{self._name}: expected vectors of dimension {self._dim} {source}, got "
-                f"{vectors.shape[1]}; check that {self._model!r} always names the same model there"
+                f"{vectors.shape[1]}; check that {self._model!r} always names the same model at "
+                "the endpoint"
             )
         self._dim = vectors.shape[1]
         try:
@@ -263,11 +264,18 @@ class Endpoint:
         if status in _OF_ITEMS:
             raise UnusableItemsError(f"{self._name}: the endpoint {words}{said}")
         if status not in _LATER and http_status != 200:
-            raise InvalidInputError(f"{self._name}: the endpoint {words}{said}")
+            raise InvalidInputError(
+                f"{self._name}: the endpoint {words}{said}; check the address and the name of the "
+                "model"
+            )
         kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(retry_after)
-        more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
+        advice = (
+            "try again later"
+            if seconds is None
+            else f"it asks to wait {seconds:.0f} s: try again then, or allow that with --patience"
+        )
         error = kind(
-            f"{self._name}: the endpoint still {words} after {self._patience:g} s{more}{said}"
+            f"{self._name}: the endpoint still {words} after {self._patience:g} s{said}; {advice}"
         )
         return _Refusal(error, words + said, seconds, faulty=status == 500)
 
@@ -290,8 +298,8 @@ class Endpoint:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             why = InvalidInputError(
-                f"{self._name}: expected an answer in the shape of OpenAI's embeddings "
-                f"({f'{place}: ' if place else ''}{first['msg']})"
+                f"{self._name}: expected an answer in the form of OpenAI's embeddings API, got "
+                f"another ({f'{place}: ' if place else ''}{first['msg']}); check the address"
             )
             if first["loc"][2:3] == ("embedding",):
                 raise UnusableItemsError(str(why)) from error
@@ -305,13 +313,13 @@ class Endpoint:
             raise InvalidInputError(
                 f"{self._name}: the answer of the endpoint must have each index from 0 to "
                 f"{count - 1} once; it has index {strange[0]} {found[strange[0]]} times. Check "
-                "that it follows OpenAI's embeddings"
+                "that the endpoint follows OpenAI's embeddings API"
             )
         if len(found) != count:
             return _Refusal(
                 InvalidInputError(
                     f"{self._name}: the endpoint must return one vector for each text; it returned "
-                    f"{len(found)} for {count}"
+                    f"{len(found)} for {count} texts. Check that it follows OpenAI's embeddings API"
                 )
             )
         return answer

@@ -451,11 +451,13 @@ class NativeVectorComputer:
         if self._pause is not None:
             self._pause()
         values = self._contents.of(rows, window)
-        self.missing |= {name: "it has no content" for name in rows.ids if name not in values}
+        self.missing |= {name: "it has no text or image" for name in rows.ids if name not in values}
         vectors = self._reused(rows, values)
         rest = [name for name in rows.ids if name in values and name not in vectors]
         if rest and self._embedder is None:
-            self.missing |= dict.fromkeys(rest, "--vectors has no vector of its present content")
+            self.missing |= dict.fromkeys(
+                rest, "the folder of --vectors has no vector of its present content"
+            )
         elif rest:
             vectors |= self._embedded(rest, values)
         self._store_wanted(rows, vectors)
@@ -465,9 +467,9 @@ class NativeVectorComputer:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"the new vectors: expected one dimension, got {join_few(sorted(dims))}; the "
-                "model has changed since --vectors or --natives was written, so leave that option "
-                "out"
+                f"expected new vectors of one dimension, got {join_few(sorted(dims))}: the model "
+                "has changed since the vectors of --vectors or --natives were computed. Leave that "
+                "option out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _select(rows, places), normalise(made) if self._directions else made
@@ -600,8 +602,8 @@ def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
             for _, vectors in EmbeddingRun(items, embedder, 1, None).embed([0]):
                 return int(vectors.shape[1])
     raise InvalidInputError(
-        f"{source.facts().name}: the new model could embed none of the items that were tried, "
-        f"{_TRIED} of every {WINDOW_ROWS}; check --with, and --column or --items"
+        f"{source.facts().name}: the new model could embed none of the items that were tried "
+        f"({_TRIED} of every {WINDOW_ROWS} in the store); check --with, and --column or --items"
     )
 
 

@@ -13,6 +13,7 @@ from nobackfill.errors import (
     NotFoundError,
     UnusableItemsError,
     UnusableRowsError,
+    join_few,
 )
 from nobackfill.framing import Frame
 from nobackfill.images import decode_file, decode_image
@@ -57,8 +58,8 @@ class ImageInput:
             raise InvalidInputError(
                 f"{path}: expected a graph with an input 'input_ids' of texts, or one input of "
                 "images, [n,3,H,W] or [n,H,W,3] of uint8, float16 or float32; its inputs are "
-                f"{[(one.name, one.type, one.shape) for one in inputs]}. Export the model again "
-                "with such inputs"
+                f"{join_few(f'{one.name} {one.type} {one.shape}' for one in inputs)}. Export the "
+                "model again with such an input"
             )
         (one,) = inputs
         self._path, self._name, self._type = path, one.name, _TYPES[one.type]
@@ -270,7 +271,8 @@ class OnnxModel:
             output = self._run(feed, len(items))
         except Exception as error:
             raise UnusableItemsError(
-                f"{self._path}: the model fails for these items ({error})"
+                f"{self._path}: onnxruntime cannot run the model on these items ({error}); leave "
+                "them out, or export the model again"
             ) from error
         vectors = self._pooled(output, mask)
         try:
@@ -278,8 +280,9 @@ class OnnxModel:
                 vectors = layer(vectors)
         except ValueError as error:
             raise InvalidInputError(
-                f"{self._path}: the modules behind its pooling do not fit its vectors of dimension "
-                f"{vectors.shape[1]} ({error}); copy the folders of its own modules next to it"
+                f"{self._path}: the sentence-transformers modules after the pooling cannot read "
+                f"vectors of dimension {vectors.shape[1]} ({error}); copy the folders of this "
+                "model's own modules next to the ONNX file"
             ) from error
         try:
             checked = check_vectors(vectors, vectors.shape[1], error_name=f"output of {self._path}")

@@ -117,9 +117,9 @@ class StaticModel:
                 vectors = layer(vectors)
         except ValueError as error:
             raise InvalidInputError(
-                f"{self._table_file}: the modules behind its table do not fit its vectors of "
-                f"dimension {vectors.shape[1]} ({error}); copy all files of the folder from one "
-                "model"
+                f"{self._table_file}: the sentence-transformers modules after this table cannot "
+                f"read its vectors of dimension {vectors.shape[1]} ({error}); copy all files of "
+                "the folder from one model"
             ) from error
         try:
             what = f"output of {self._table_file}"

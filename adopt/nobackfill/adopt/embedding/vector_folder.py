@@ -155,7 +155,8 @@ def _source(address: str, key: str | None, vector: str | None, where: str | None
         if not Path(address).is_dir():
             raise
         raise NotFoundError(
-            f"{error}, and no image file (JPEG, PNG or WebP); name the folder of the items"
+            f"{address}: expected a folder with Parquet files or image files (JPEG, PNG or WebP), "
+            "found neither; name the folder of the items"
         ) from error
 
 
@@ -182,7 +183,7 @@ def _wanted(
     if not ids:
         raise NotFoundError(
             f"{address}: expected items to embed, found none"
-            + (" with the ids of --only" if only is not None else "")
+            + (" with the ids of --only; correct these" if only is not None else "; name another")
         )
     return ItemList(kind, ids, values)
 
@@ -398,8 +399,8 @@ class EmbeddingRun:
             self._refuse(self._items.ids[row], why)
         if self.embedded_count == 0 and self.attempted_count >= _HOPELESS:
             raise InvalidInputError(
-                f"none of the first {_HOPELESS} items could be embedded, so check --with; the "
-                f"reason for the last is: {error}"
+                f"none of the first {_HOPELESS} items could be embedded. The last one: {error}. "
+                "Check the model of --with"
             ) from error
 
 
@@ -435,8 +436,8 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
     source = ParquetSource(folder)
     if source.facts().model != embedder.fingerprint:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of another model, or of this one declared otherwise; write "
-            "the vectors of each model into a folder of its own (--out)"
+            f"{folder}: holds vectors of another model, or of the same model with other settings; "
+            "write the vectors of each model into a folder of its own (--out)"
         )
     if source.reads() != embedder.reads:
         raise IncompatibleSpaceError(

@@ -352,7 +352,8 @@ class ArrayTarget:
             if (count := self.count()) != self._source.count():
                 raise VerificationError(
                     f"{self._final}: expected {self._source.count()} new vectors, found {count}; "
-                    "remove them with `nobackfill carry --rollback`, and carry again"
+                    "remove the new vectors with `nobackfill carry --rollback`, and run "
+                    "`nobackfill carry` again"
                 )
             merged = self._parts / ".tmp-whole"
             remove_tree(merged)

@@ -375,7 +375,7 @@ class CopiedSource:
                 )
                 raise AlreadyExistsError(
                     f"{self._here.name}: the collection {target.name!r} exists already, and was "
-                    f"not made by this map; {way}, or with `carry` choose another --to"
+                    f"not made by this map; {way}, or (`nobackfill carry`) choose another --to"
                 )
         else:
             model = {"model": target.model} if target.model else {}

@@ -139,7 +139,9 @@ class FlippingSource(CopiedSource):
             InvalidInputError: The name cannot flip.
         """
         if obstacles := self._store.obstacles(self._name, self._here):
-            raise InvalidInputError(f"{self._name}: it cannot flip: {'; '.join(obstacles)}")
+            raise InvalidInputError(
+                f"{self._name}: searches cannot flip to new vectors: {'; '.join(obstacles)}"
+            )
         return self._here.name
 
     def warnings(self, to: str) -> list[str]:
@@ -330,7 +332,8 @@ class FlippingSource(CopiedSource):
         copy, original = self._here, self._original()
         if original is None or copy.name != to:
             raise NotFoundError(
-                f"{self._name}: no old vectors, so that no flip to {to!r} can be undone"
+                f"{self._name}: there is no collection of old vectors, so there is no flip to "
+                f"{to!r} to undo"
             )
         losses, gone, digests = 0, list[Any](), list[NDArray[np.uint64]]()
         for window in original.windows(_PAGE):
@@ -348,7 +351,7 @@ class FlippingSource(CopiedSource):
         if losses and not lose:
             raise InvalidInputError(
                 f"{self._name}: {losses} items were written since the flip and have no old vector; "
-                "run it with --yes to lose them"
+                "to lose them, run `nobackfill migrate back --yes`"
             )
         if gone:
             self._remove_old(original, gone)
@@ -383,8 +386,8 @@ class FlippingSource(CopiedSource):
             self._store.note(copy.name, {_FLIP: _DONE})
             raise InvalidInputError(
                 f"{self._name}: {losses} items were written while the migration was taken back; "
-                "nothing was taken back. Stop the programs that write, and run it again; or run it "
-                "with --yes to lose these items"
+                "nothing was taken back. Stop the programs that write, and run `nobackfill migrate "
+                "back` again, or with --yes to lose these items"
             )
 
     def drop_old(self) -> None:
@@ -396,7 +399,9 @@ class FlippingSource(CopiedSource):
             CannotWriteError: The store cannot be written.
         """
         if (original := self._original()) is None:
-            raise NotFoundError(f"{self._name}: it has no old vectors to drop")
+            raise NotFoundError(
+                f"{self._name}: there are no old vectors to drop, so nothing was changed"
+            )
         self._store.drop(original.name)
         # A later collection of that name is no original of this one.
         self._store.note(self._here.name, {"of": ""})

@@ -86,7 +86,8 @@ def open_source(
         plugin = load_plugin("sources", kind)
         if key is not None and "key" not in signature(plugin).parameters:
             raise InvalidInputError(
-                f"{kind}: expected no --key, because its items have keys of their own; leave it out"
+                f"{kind}: expected no --key, because the items of such a store have keys of their "
+                "own; leave --key out"
             )
         source: Source = plugin(place, collection, vector, *([] if key is None else [key]))
         return source

@@ -228,7 +228,8 @@ class ParquetSource:
         ):
             raise InvalidInputError(
                 f"{file}: expected columns {join_few(columns)} as in {self._files[0].name}, found "
-                f"{join_few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
+                f"{join_few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}; write "
+                "this file again with the same columns"
             )
         try:
             return _without_views(opened.read_row_group(window.upper, columns=columns))

@@ -132,7 +132,8 @@ class PgvectorSource:
             if others:
                 what_next = (
                     f"vectors of type {join_few(sorted(set(others.values())))} (in "
-                    f"{join_few(others)}) cannot be migrated"
+                    f"{join_few(others)}) cannot be migrated; convert the column to vector or "
+                    "halfvec"
                 )
             elif not vectors:
                 what_next = (
@@ -521,7 +522,8 @@ class PgvectorSource:
             if there and made != target.mark and not flipped:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
-                    "by this map; choose another --to, or remove it with --rollback"
+                    "by this map; choose another --to, or remove the column with `nobackfill carry "
+                    "--rollback`"
                 )
             if not there:
                 names = self._names(target.name)
@@ -560,8 +562,8 @@ class PgvectorSource:
                 f"column {target.name!r}", self._confirmation(target.name, triggers)
             )
             raise AlreadyExistsError(
-                f"{self._table.name}: {sentence}. Otherwise remove it with `carry --rollback` or "
-                "`migrate back`, and start again"
+                f"{self._table.name}: {sentence}. Otherwise remove the column with `nobackfill "
+                "carry --rollback` or `nobackfill migrate back`, and start again"
             )
         if noted != digest:
             changes.run(
@@ -750,7 +752,8 @@ class PgvectorSource:
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
             raise NotFoundError(
-                f"{table.name}: this table has no column {old!r}, so there is no flip to undo"
+                f"{table.name}: this table has no column {old!r}, where a flip leaves the old "
+                "vectors, so there is no flip to undo"
             )
         # A row that is hidden would lose its only vector, uncounted.
         table.every_row_is_seen()
@@ -773,8 +776,9 @@ class PgvectorSource:
             )
             if moved.immovable:
                 raise InvalidInputError(
-                    f"{table.name}: these depend on the new vectors and cannot be moved: "
-                    f"{join_few(moved.immovable)}; drop them and try again"
+                    f"{table.name}: these objects of the database depend on the new vectors, and "
+                    f"cannot be changed to the old ones: {join_few(moved.immovable)}; drop them "
+                    "and run the command again"
                 )
             rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
             return [
@@ -827,8 +831,8 @@ class PgvectorSource:
         old = old_name_after_flip(self.vector)
         if old not in self._table.columns:
             raise NotFoundError(
-                f"{self._table.name}: this table has no column {old!r}, so there are no old "
-                "vectors to drop"
+                f"{self._table.name}: this table has no column {old!r}, where a flip leaves the "
+                "old vectors, so there are no old vectors to drop"
             )
         with self._table.open_changes() as changes:
             names = self._names(old)
@@ -986,8 +990,8 @@ class PgvectorSelection(PgvectorSource):
         if target.name.startswith(pgvector_target.TABLE_PREFIX):
             return []
         return [
-            f"expected --to {pgvector_target.TABLE_PREFIX}NAME with --where, got {target.name!r}: "
-            "other rows share the columns of the table"
+            f"expected --to {pgvector_target.TABLE_PREFIX}NAME with --where, got {target.name!r}; "
+            "a new column would belong to all rows, not only to those of --where"
         ]
 
     def _place(self, name: str) -> pgvector_target.NewVectorTable | None:
@@ -1071,7 +1075,8 @@ class PgvectorSelection(PgvectorSource):
         table, place = self._table, self._place(to)
         if place is None or "flipped" not in place.mark:
             raise NotFoundError(
-                f"{table.name}: there is no table {to!r}, so there is no flip to undo"
+                f"{table.name}: there is no table {to!r} of new vectors, so there is no flip to "
+                "undo"
             )
         table.every_row_is_seen()
         names, new_table = place.names, place.names["new_table"].as_string()
@@ -1132,7 +1137,7 @@ class PgvectorSelection(PgvectorSource):
         if place is None:
             raise NotFoundError(
                 f"{self._table.name}: this table has no second table of new vectors, so there is "
-                "no flip to finish"
+                "no migration to finish"
             )
         facts = {name: fact for name, fact in place.mark.items() if name != "flipped"}
         with self._table.open_changes() as changes:

@@ -122,7 +122,8 @@ def create_or_find_table(
         if place.exists and not (place.belongs and place.mark.get("nobackfill") == target.mark):
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} exists already "
-                "and was not made by this map; choose another --to, or remove it with --rollback"
+                "and was not made by this map; choose another --to, or remove the table with "
+                "`nobackfill carry --rollback`"
             )
         mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
         if table.where is not None:
@@ -172,7 +173,8 @@ def _check_triggers(
         )
     sentence = stale_sentence(f"table {target.name.removeprefix(TABLE_PREFIX)!r}", confirmation)
     raise AlreadyExistsError(
-        f"{table.name}: {sentence}. Otherwise remove it with `carry --rollback`, and start again"
+        f"{table.name}: {sentence}. Otherwise remove the table with `nobackfill carry --rollback`, "
+        "and start again"
     )
 
 
@@ -919,9 +921,9 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     moved = dependent_moves(table, column, (table.dim(column), target.dim))
     if moved.immovable:
         obstacles.append(
-            f"these would still read the old vectors of {column} after a flip: "
-            f"{join_few(moved.immovable)}; drop them, run the command again, and create them again "
-            "for the new vectors"
+            f"these objects of the database would still read the old vectors of {column} after a "
+            f"flip: {join_few(moved.immovable)}; drop them, run the command again, and create them "
+            "again for the new vectors"
         )
     if moved.hindrances:
         obstacles.append(f"these objects prevent a flip: {join_few(moved.hindrances)}")
@@ -942,7 +944,8 @@ def table_obstacles(table: SourceTable) -> list[str]:
         return []
     return [
         f"key {table.key!r} is unique by a deferrable constraint alone, which no foreign key may "
-        "reference: make it NOT DEFERRABLE, or carry into a column (--to NAME)"
+        "reference: make the constraint NOT DEFERRABLE, or write the new vectors into a column "
+        "(--to NAME)"
     ]
 
 
@@ -1016,8 +1019,8 @@ def check_watched(table: SourceTable, function: sql.Identifier, digest: str | No
 
 
 _UNWATCHED = (
-    "the triggers of nobackfill were disabled or made again since the new vectors were checked, "
-    "so some may be stale: run nobackfill carry again, which checks all of them"
+    "the triggers of nobackfill were disabled or made again since the new vectors were checked, so "
+    "some of these vectors may be stale: run nobackfill carry again, which checks all of them"
 )
 
 

@@ -994,9 +994,12 @@ class SourceTable:
             if parts
         ]
         for parent, partition in parents:
-            ways = f"end the inheritance by {alone}{parent}, or carry with --to table:NAME"
+            ways = (
+                f"end the inheritance by {alone}{parent}, or write the new vectors into a second "
+                "table (--to table:NAME)"
+            )
             if partition:
-                ways = "carry that table, with all its partitions"
+                ways = "migrate that table, with all its partitions"
             sentences.append(f"column {column!r} is inherited from {parent}: {ways}")
         return sentences
 
@@ -1498,8 +1501,8 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
     if confirmation is None:
         return sentence
     return (
-        f"{sentence}. If the database was restored from a dump, and they were on ever since, run "
-        f"this statement, and the command again: {confirmation}"
+        f"{sentence}. If the database was restored from a dump, and the triggers were on ever "
+        f"since, run this statement, then the command again: {confirmation}"
     )
 
 
