@@ -118,9 +118,9 @@ def test_vectors_of_the_callers_embedder(vectors_only: Gateway) -> None:
     texts = GalleryTexts(vectors_only, gallery, release=1, embed=lambda text: rows[int(text)])
     texts.put([StoredText(str(n), f"text {n}") for n in range(3)], rows)
     assert ids(texts.search("2", 1)) == ids(texts.search(None, 1, vector=rows[2])) == ["2"]
-    with pytest.raises(InvalidInputError, match="one for each, got 2 for 1 texts"):
+    with pytest.raises(InvalidInputError, match="one for each text, got 2 vectors for 1 texts"):
         texts.put([StoredText("x", "y")], rows[:2])
-    with pytest.raises(InvalidInputError, match="one for each, got 0"):
+    with pytest.raises(InvalidInputError, match="one for each text, got 0"):
         texts.put([StoredText("x", "y")])
     with pytest.raises(InvalidInputError, match="expected a vector"):
         GalleryTexts(vectors_only, gallery, release=1).search("2", 1)
@@ -131,9 +131,9 @@ def test_vectors_of_the_callers_embedder(vectors_only: Gateway) -> None:
 
 
 def test_a_gateway_that_embeds_takes_no_vectors(texts: GalleryTexts) -> None:
-    with pytest.raises(InvalidInputError, match="the gateway embeds, got 1 for 1"):
+    with pytest.raises(InvalidInputError, match="the gateway embeds the texts, got 1 vectors"):
         texts.put([StoredText("x", "w1")], [[1.0]])
-    with pytest.raises(InvalidInputError, match="release= makes it take vectors"):
+    with pytest.raises(InvalidInputError, match="open the store with release="):
         texts.search(None, 1, vector=[1.0])
 
 

@@ -42,6 +42,7 @@ from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
     UnavailableError,
+    join_few,
 )
 from nobackfill.vectors import Vectors
 
@@ -114,7 +115,7 @@ class ChromaServer:
             names = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
                 f"{name}: no such collection in this Chroma database; its collections are "
-                f"{', '.join(names) or 'none'}"
+                f"{join_few(names) or 'none'}"
             )
         return description
 
@@ -220,7 +221,7 @@ class ChromaServer:
             ours = _STATUSES.get(response.status, InvalidInputError)
             raise ours(
                 f"collection {name}: the Chroma server answers with the HTTP status "
-                f"{response.status}: {response.data[:200]!r}"
+                f"{response.status}: {response.data[:200].decode(errors='replace')}"
             )
         try:
             return json.loads(response.data) if response.data else None
@@ -278,7 +279,8 @@ def open_collection(place: str, collection: str, vector: str | None) -> "ChromaS
     """
     if vector:
         raise InvalidInputError(
-            "chroma: omit --vector, because a collection has one vector per item"
+            "chroma: expected no --vector, because a collection of Chroma has one vector per item; "
+            "leave --vector out"
         )
     return ChromaSource(ChromaStore(place, collection), collection)
 
@@ -339,9 +341,10 @@ class ChromaStore:
                 half = self._half()
                 if half is not None and description is not None:
                     raise AlreadyExistsError(
-                        f"{name}: a program created a collection of this name while the names were "
-                        f"exchanged; the items are in {self.before!r}. Move those of {name!r} "
-                        f"there, delete the collection {name!r}, and run the command again"
+                        f"{name}: a program created a collection of this name while nobackfill "
+                        "exchanged the names of the old and the new one; the items are in "
+                        f"{self.before!r}. Move those of {name!r} there, delete the collection "
+                        f"{name!r}, and run the command again"
                     )
                 description = description or half
         elif description is None:
@@ -440,8 +443,8 @@ class ChromaStore:
         original = self._server.collection(name)
         if self._server.find(self.before) is not None:
             raise AlreadyExistsError(
-                f"{name}: the collection {self.before!r} exists already, and the old one needs its "
-                "name; rename or delete it first"
+                f"{name}: the collection {self.before!r} exists already, and a flip gives this "
+                f"name to the old collection; rename or delete {self.before!r} first"
             )
         owners = ChromaCollection(self._server, original).metadata
         marks = {n: value for n, value in copy["metadata"].items() if n.startswith(_MARK)}
@@ -645,7 +648,7 @@ class ChromaSource(FlippingSource):
         if _sum(original) not in compared.split():
             raise InvalidInputError(
                 f"{self._name}: programs have written {original.name!r} since the flip, because "
-                f"they hold the id of the old collection; restart them. {way}"
+                f"they hold the id of the old collection; restart these programs. {way}"
             )
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
@@ -670,11 +673,13 @@ class ChromaSource(FlippingSource):
         if original is not None and _DROPPING in original.copy_facts:
             raise InvalidInputError(
                 f"{self._name}: `nobackfill migrate finish` was killed while it deleted the old "
-                f"collection {original.name!r}, so some of its items may be gone; run it again"
+                f"collection {original.name!r}, so some of its items may be gone; run `nobackfill "
+                "migrate finish` again"
             )
         if not lose:
             self._refuse_late_items(
-                f"Run it with --yes to delete the items that {self._name!r} does not have"
+                "Then run `nobackfill migrate back --yes`, which deletes the items that "
+                f"{self._name!r} does not have"
             )
         return super().flip_back(to, lose=lose)
 
@@ -696,8 +701,8 @@ class ChromaSource(FlippingSource):
             InvalidInputError: programs wrote it since the flip; or the server refuses the request.
         """
         self._refuse_late_items(
-            f"Put the items that they wrote into {self._name!r} by the new model, then delete the "
-            "old collection yourself"
+            f"Write the items that they wrote into {self._name!r} with vectors of the new model, "
+            "then delete the old collection yourself"
         )
         if (original := self._original()) is not None:
             self._store.note(original.name, {_DROPPING: "yes"})

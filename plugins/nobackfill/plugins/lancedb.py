@@ -92,8 +92,9 @@ class LanceSource:
     ) -> None:
         if "://" in folder:
             raise InvalidInputError(
-                "lancedb: expected a folder of this machine; tables in object stores and on "
-                "servers are not migrated"
+                "lancedb: expected a folder of this machine as in lancedb:FOLDER#TABLE; tables in "
+                "object stores and on servers cannot be migrated in place, so copy the database to "
+                "a folder"
             )
         if not Path(folder).is_dir():
             raise NotFoundError(
@@ -106,7 +107,8 @@ class LanceSource:
             names = database.list_tables().tables
             if table not in names:
                 raise NotFoundError(
-                    f"{table}: no such table; there are {join_few(names) or 'none'} in {folder}"
+                    f"{table}: no such table in {folder}; its tables are "
+                    f"{join_few(names) or 'none'}"
                 )
             self._opened = database.open_table(table)
         schema = self.schema
@@ -565,7 +567,7 @@ class LanceSource:
         if not name or (name in schema.names and not ours and not flipped):
             raise AlreadyExistsError(
                 f"{self._name}: column {name!r} exists already and was not made by this map; "
-                "choose another --to, or remove it with --rollback"
+                "choose another --to, or remove the column with `nobackfill carry --rollback`"
             )
         if not ours and not flipped:
             if _mark(schema, self.vector).get("map") == target.mark:
@@ -968,7 +970,7 @@ class NewLanceColumn:
         if count := len(self._pending(Window(), old, new)):
             raise BusyError(
                 f"{self._name}: other programs wrote {count} rows at the moment of the flip, so "
-                "it did not take place; run the command again"
+                "the flip was undone; run the command again"
             )
 
     def owner_tasks(self) -> list[str]:

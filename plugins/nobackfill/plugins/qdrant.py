@@ -214,7 +214,7 @@ def translated_errors(name: str) -> Iterator[None]:
         ours = HTTP_STATUS_ERRORS.get(error.status_code or 0, InvalidInputError)
         raise ours(
             f"collection {name}: the Qdrant server answers with the HTTP status "
-            f"{error.status_code}: {error.content[:200]!r}"
+            f"{error.status_code}: {error.content[:200].decode(errors='replace')}"
         ) from error
     except ResponseHandlingException as error:
         raise UnavailableError(
@@ -224,8 +224,8 @@ def translated_errors(name: str) -> Iterator[None]:
     except KeyError as error:
         # The local mode's error for a missing point.
         raise NotFoundError(
-            f"collection {name}: no point has the id {error}; it may have been deleted meanwhile: "
-            "run the command again"
+            f"collection {name}: no point has the id {error}; a program may have deleted the point "
+            "meanwhile: run the command again"
         ) from error
     except (ValueError, RuntimeError) as error:
         kind = BusyError if "already accessed" in str(error) else InvalidInputError
@@ -541,8 +541,8 @@ class QdrantSource:
         foreign = target.name in vectors and mark.get("map") != target.mark
         if not target.name or foreign or target.name in self._sparse_names():
             raise AlreadyExistsError(
-                f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
-                " choose another --to, or remove it with --rollback"
+                f"{self._name}: vector {target.name!r} exists already and was not made by this "
+                "map; choose another --to, or remove the vector with `nobackfill carry --rollback`"
             )
         if target.name not in vectors:
             like = self._params
@@ -687,7 +687,8 @@ class QdrantSource:
         if self.vector == "":
             raise InvalidInputError(
                 f"{self._name}: its vector has no name, and Qdrant refuses unnamed vectors once a "
-                "collection has named ones; copy it into a collection with a named vector first"
+                "collection has named ones; copy its points into a collection with a named vector, "
+                "and migrate that one"
             )
         return self.vector
 
@@ -856,8 +857,8 @@ class QdrantSource:
         name, mark = self._flipped_to()
         if not name:
             raise NotFoundError(
-                f"collection {self._name}: it has not flipped, so that there are no old vectors to "
-                "drop"
+                f"collection {self._name}: searches have not flipped to new vectors, so there are "
+                "no old vectors to drop"
             )
         old = mark["of"]
         present = old in self._config()[0]

@@ -384,7 +384,10 @@ class VecTable:
         tables = database.tables()
         if name not in tables:
             there = join_few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
-            raise NotFoundError(f"{name}: no such table; vec0 tables are {there or 'none'}")
+            raise NotFoundError(
+                f"{name}: the file has no such table; its vec0 tables are {there or 'none'}. Name "
+                "one of these after #"
+            )
         result = _CREATE.fullmatch(tables[name] or "")
         if result is None:
             raise InvalidInputError(
@@ -901,16 +904,16 @@ class SqliteVecSource:
             if there and not (ours and "flipped" not in facts):
                 raise AlreadyExistsError(
                     f"{table.name}: table {name!r} exists already and was not made by this map; "
-                    "choose another --to, or remove it with --rollback"
+                    "choose another --to, or remove the table with `nobackfill carry --rollback`"
                 )
             database.make_tables()
             numbers = "SELECT 1 FROM nobackfill_items WHERE map = ? AND typeof(key) <> 'text'"
             if there and table.textual and database.all(numbers, _items(name, target)):
                 raise AlreadyExistsError(
                     f"{table.name}: an earlier version of nobackfill made table {name!r}, and "
-                    "noted keys such as '007' as numbers, so that some of its vectors may be "
-                    "stale or missing; remove it with `carry --rollback` or `migrate back`, and "
-                    "run the command again"
+                    "noted keys such as '007' as numbers, so that some of its vectors may be stale "
+                    "or missing; remove the table with `nobackfill carry --rollback` or "
+                    "`nobackfill migrate back`, and run the command again"
                 )
             if not there:
                 database.note(name, wanted | {"model": target.model})
@@ -1295,13 +1298,14 @@ class NewVecTable:
             yield
             if self._pending:
                 raise InvalidInputError(
-                    f"table {name}: {len(self._pending)} rows have no new vector, so that "
-                    f"it cannot flip: {join_few(self._pending)}; run `carry` again"
+                    f"table {name}: {len(self._pending)} rows have no new vector, so searches "
+                    f"cannot flip to the new vectors: {join_few(self._pending)}; run `nobackfill "
+                    "carry` again"
                 )
             if before in database.tables():
                 raise InvalidInputError(
-                    f"table {name}: the table {before!r} of an earlier flip still exists; drop it, "
-                    "then flip"
+                    f"table {name}: the table {before!r} of an earlier flip still exists; drop "
+                    "that table, then run the command again"
                 )
             # Rows that writers put into both tables: a change after the flip shows by a digest.
             noted = self._noted(Window())
@@ -1401,8 +1405,8 @@ def _column(definition: str, table: str) -> VecColumn:
             break
         return one
     raise InvalidInputError(
-        f"{table}: the definition {text!r} of vec0 is not understood, so the table is not "
-        "migrated; copy its vectors into a vec0 table of float vectors"
+        f"{table}: nobackfill does not know the definition {text!r} of a column of vec0, so the "
+        "table is not migrated; copy its vectors into a vec0 table of float vectors"
     )
 
 

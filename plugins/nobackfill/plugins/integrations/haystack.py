@@ -6,7 +6,7 @@ Needs the extra `haystack`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.extras import require_extra
 from nobackfill.gallery.filters import All, AnyOf, Filter, Not
 from nobackfill.plugins.integrations.texts import GalleryTexts, StoredText, TextSearch, compare
@@ -156,13 +156,16 @@ class HaystackDocumentStore:
         if not isinstance(documents, list) or any(
             not isinstance(one, Document) for one in documents
         ):
-            raise ValueError("documents: expected a list of haystack.Document")
+            raise ValueError(
+                "documents: expected a list of haystack.Document, got another type; pass a list, "
+                "and wrap each text in a Document"
+            )
         if policy in (DuplicatePolicy.SKIP, DuplicatePolicy.FAIL):
             existing = {one.id for one in self.texts.get([one.id for one in documents])}
             if existing and policy == DuplicatePolicy.FAIL:
                 raise DuplicateDocumentError(
-                    f"expected ids that are new to the gallery, found {min(existing)!r} and "
-                    f"{len(existing) - 1} others in it; pass policy=DuplicatePolicy.OVERWRITE or "
+                    f"expected ids that are new to the gallery, found {len(existing)} of them in "
+                    f"it, the first is {min(existing)!r}; pass policy=DuplicatePolicy.OVERWRITE or "
                     "SKIP"
                 )
             documents = [one for one in documents if one.id not in existing]
@@ -170,7 +173,11 @@ class HaystackDocumentStore:
             if one.blob is not None or (self._embeds and one.embedding is None):
                 raise InvalidInputError(
                     f"document {one.id!r}: expected "
-                    + ("a text, got a blob" if one.blob is not None else "an embedding, got none")
+                    + (
+                        "a text, got a blob; convert it to text first"
+                        if one.blob is not None
+                        else "an embedding, got none; run an embedder on the documents first"
+                    )
                 )
         self.texts.put(
             [StoredText(one.id, one.content or "", one.meta) for one in documents],
@@ -289,7 +296,10 @@ def _filter(condition: Mapping[str, Any]) -> Filter:
         keys = ("operator", "conditions")
     for key in keys:
         if key not in condition:
-            raise FilterError(f"filter: expected the keys {', '.join(keys)}, got {condition}")
+            raise FilterError(
+                f"filter: expected the keys {', '.join(keys)}, got "
+                f"{join_few(condition) or 'none'}; correct the filter"
+            )
     operator = condition["operator"]
     if "field" in condition:
         field = condition["field"].removeprefix("meta.")
@@ -306,5 +316,7 @@ def _filter(condition: Mapping[str, Any]) -> Filter:
     if operator == "OR":
         return AnyOf(parts)
     if operator not in ("AND", "NOT"):
-        raise FilterError(f"filter: expected AND, OR or NOT, got {operator!r}")
+        raise FilterError(
+            f"filter: expected AND, OR or NOT as the operator of conditions, got {operator!r}"
+        )
     return All(parts) if operator == "AND" else Not(All(parts))

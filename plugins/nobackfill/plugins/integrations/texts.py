@@ -205,10 +205,14 @@ class GalleryTexts:
             UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if (vectors is None) != (self._space is None) or len(vectors or texts) != len(texts):
-            choice = "no vectors: the gateway embeds" if self._space is None else "one for each"
+            choice = (
+                "none, because the gateway embeds the texts"
+                if self._space is None
+                else "one for each text"
+            )
             raise InvalidInputError(
-                f"vectors: expected {choice}, got {0 if vectors is None else len(vectors)} for "
-                f"{len(texts)} texts"
+                f"vectors: expected {choice}, got {0 if vectors is None else len(vectors)} vectors "
+                f"for {len(texts)} texts"
             )
         items = []
         for row, one in enumerate(texts):
@@ -225,8 +229,8 @@ class GalleryTexts:
         if refusals:
             name, reason = next(iter(refusals.items()))
             raise InvalidInputError(
-                f"the gateway refused {len(refusals)} of {len(items)} texts and stored the "
-                f"others; correct these and add them again. {name!r}: {reason}"
+                f"the gateway refused {len(refusals)} of {len(items)} texts and stored the others; "
+                f"correct the refused texts and add them again. The first is {name!r}: {reason}"
             )
 
     def _metadata(self, one: StoredText) -> Metadata:
@@ -360,9 +364,13 @@ class GalleryTexts:
             vector = self._embed(query)
         if (vector is None) != (self._space is None):
             raise InvalidInputError(
-                "query: expected a text: the gateway embeds it; release= makes it take vectors"
+                "query: expected a text, because the gateway embeds queries of this store, got a "
+                "vector; to search by vectors, open the store with release="
                 if self._space is None
-                else "query: expected a vector of the release's embedder, got a text"
+                else (
+                    "query: expected a vector by the release's embedder, got a text; pass a "
+                    "vector, or open the store with embed="
+                )
             )
         answer = self.gateway.search(
             self.gallery,

@@ -67,7 +67,8 @@ class Collections:
             raise _bad_address()
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ConfigurationError(
-                "store: Milvus on another machine requires TLS; write vectors=milvus+https://…"
+                "setting `store`: Milvus on another machine requires TLS; write "
+                "vectors=milvus+https://USER:PASSWORD@HOST:PORT"
             )
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         token = f"{user}:{password}" if user else ""
@@ -327,7 +328,9 @@ def _metric(spec: SpaceSpec) -> str:
 
 def _bad_address() -> ConfigurationError:
     return ConfigurationError(
-        "store: expected vectors=milvus+http://HOST:PORT, or milvus+https://USER:PASSWORD@HOST:PORT"
+        "setting `store`: expected vectors=milvus+http://HOST:PORT on this machine, or "
+        "vectors=milvus+https://USER:PASSWORD@HOST:PORT, got another form of the address of "
+        "Milvus; correct it"
     )
 
 

@@ -202,7 +202,8 @@ class Feeder:
             except NobackfillError as error:
                 if not is_down and not self._stopping.is_set():
                     log.warning(
-                        "changes of galleries do not reach Milvus; tried again every 2 s",
+                        "changes of galleries do not reach Milvus; the gateway tries again every 2 "
+                        "s",
                         error=str(error),
                     )
                 is_down = True
@@ -262,7 +263,7 @@ class Feeder:
         except NobackfillError as error:
             if which not in self._failing:
                 log.warning(
-                    "changes of one gallery do not reach Milvus; tried again every 2 s",
+                    "changes of one gallery do not reach Milvus; the gateway tries again every 2 s",
                     which=which,
                     error=str(error),
                 )

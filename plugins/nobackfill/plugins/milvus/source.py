@@ -101,9 +101,9 @@ def open_client(place: str) -> Any:
         except UnavailableError as error:
             # pymilvus does not say why.
             raise BusyError(
-                f"{place}: milvus-lite cannot open it: another process has opened it, or it is no "
-                "database of milvus-lite; a file is open in one process at a time, so stop the "
-                "other one"
+                f"{place}: milvus-lite cannot open this file: another process has opened it, or it "
+                "is no database of milvus-lite. Only one process can open such a file at a time: "
+                "stop the other process, or correct the path"
             ) from error
     parts = parse_server_address(place, "milvus", KEY)
     database = parts.path.strip("/")

@@ -165,6 +165,6 @@ def _result(task: Any) -> Any:
     except RayError as error:
         loss = error
     raise UnavailableError(
-        f"the Ray cluster lost the same items {TRIES} times ({type(loss).__name__}); look at the "
-        "logs of its nodes"
+        f"the Ray cluster lost the task of the same items {TRIES} times ({type(loss).__name__}); "
+        "look in the logs of its nodes for a crash or too little memory, then run the command again"
     ) from loss

@@ -249,7 +249,7 @@ async def _body(request: Request, most: int) -> bytes:
                 body += piece
                 if len(body) > most:
                     raise TooLargeError(
-                        f"the upload: expected at most {most} bytes, got more; send a smaller copy"
+                        f"the upload: expected at most {most} bytes, got more; send a smaller file"
                     )
     except TimeoutError as error:
         raise InvalidInputError(

@@ -146,7 +146,10 @@ class TaskRunner:
         """
         with self._lock:
             if self.task is not None and self.task.running:
-                raise BusyError(f"{self.task.title} is running; wait until it has ended")
+                raise BusyError(
+                    f"the task {self.task.title!r} is running, and only one task runs at a time; "
+                    "wait until it has ended"
+                )
             task = self.task = PageTask(title)
         threading.Thread(target=_run, args=(task, work), name="task", daemon=True).start()
         return task
@@ -548,7 +551,9 @@ class ItemPages:
                     continue
                 if item is not None:
                     return item
-        raise NotFoundError("This picture is not in the gallery, or no longer.")
+        raise NotFoundError(
+            "This picture is not in the gallery, or no longer: go back to the list of photos."
+        )
 
     def _jpeg(self, content: bytes | None) -> Response:
         if content is None:
@@ -731,7 +736,10 @@ class ReleasePages:
             label = _number("the picture's label", form["label"], 2**63 - 1)
             (item,) = self._device.store.items([label])
             if item is None:
-                raise NotFoundError("This picture is not in the gallery, or no longer.")
+                raise NotFoundError(
+                    "This picture is not in the gallery, or no longer: go back to the list of "
+                    "photos."
+                )
             items = [item]
 
             def one(output: Output) -> str:

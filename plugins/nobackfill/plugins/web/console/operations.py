@@ -286,7 +286,7 @@ class Rollouts:
             except StopIteration as error:
                 raise BusyError(
                     f"the gateway sent no report on the activation of release {release}; look at "
-                    "the overview whether it runs, then try again"
+                    "the overview whether the activation runs, then try again"
                 ) from error
             # Only now the activation has begun.
             self._run = run
@@ -480,8 +480,8 @@ class Operations:
         to = parse_form(body).get("to", "")
         if not _is_number(to):
             raise InvalidInputError(
-                "expected the number of the release to return to; load the page of the rollback "
-                "again"
+                "the rollback got no release number to return to, so nothing was changed; load the "
+                "page of the rollback again"
             )
         with self._sessions.open_caller(request) as gateway:
             gateway.rollback(confirm=True, to=int(to))
@@ -581,7 +581,10 @@ def _number(request: Request) -> int:
     """Return the release number in an address; raise NotFoundError for another text."""
     text: str = request.path_params["number"]
     if not _is_number(text):
-        raise NotFoundError(f"there is no release {text[:20]!r}; a release has a whole number")
+        raise NotFoundError(
+            f"there is no release {text[:20]!r}; a release has a whole number: choose one on the "
+            "overview"
+        )
     return int(text)
 
 

@@ -101,7 +101,8 @@ class Playground:
         )
         if not name:
             raise InvalidInputError(
-                "choose a gallery to search; if there is none, make one with the call CreateGallery"
+                "the search names no gallery; choose one, or create one with the gateway's call "
+                "CreateGallery"
             )
         with self._sessions.open_caller(request) as gateway:
             # First a search with the caller's own rights: without them, nothing is embedded.
@@ -163,7 +164,9 @@ def _query(request: Request, body: bytes) -> bytes | str:
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInputError("the query: expected a text in UTF-8, got other bytes") from error
+        raise InvalidInputError(
+            "the query: expected a text in UTF-8, got other bytes; type the text again"
+        ) from error
 
 
 def _never_meet(release: release_pb2.Release, old: int) -> str:
