@@ -84,7 +84,7 @@ def test_a_batch_as_a_worker_puts_it(
     work = FillWork(
         gallery, shared.address, gallery, folder.as_uri(), one, read_model_files(stages[1], one), {}
     )
-    found = list(open_bulk_source(work.place).names())
+    found = list(open_bulk_source(work.source_address).names())
     assert found == sorted([*NAMES, "sea/bad.jpg", "notes.txt", "phone.heic"])
     names = [name for name in found if name not in ("notes.txt", "phone.heic")]
     for _ in range(2):

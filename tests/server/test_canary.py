@@ -117,7 +117,8 @@ def test_a_withdrawal_ends_a_canary(
     client: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(client, pb.Canary(share=1.0))
-    monkeypatch.setattr(gateway.catalog, "releases", {1: None, 2: "mistakes cats for dogs"})
+    withdrawals = {1: None, 2: "mistakes cats for dogs"}
+    monkeypatch.setattr(gateway.catalog, "withdrawal_by_release", withdrawals)
     wait_for(lambda: report(client).state == pb.CANARY_STATE_STOPPED)
     assert report(client).message == "the release was withdrawn: mistakes cats for dogs"
     wait_for(lambda: whole(ask(client, "any", 0), "i0") == 1)

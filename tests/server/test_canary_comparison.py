@@ -34,7 +34,7 @@ class Told:
 
     def sessions(self) -> tuple[int, int]:
         report = self.comparison.report()
-        return report.old.sessions, report.new.sessions
+        return report.old_pair.session_count, report.new_pair.session_count
 
 
 OTHERS = itertools.count(10_000)
@@ -55,7 +55,11 @@ def test_sessions_begin_anew_where_others_answer_them(first: Canary, then: Canar
     assert sum(told.sessions()) == 1
     assert not told.comparison.record_feedback(late, "item", "approved")
     assert sum(told.sessions()) == 1
-    assert told.comparison.report().old.queries + told.comparison.report().new.queries == 12
+    assert (
+        told.comparison.report().old_pair.query_count
+        + told.comparison.report().new_pair.query_count
+        == 12
+    )
 
 
 def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
@@ -69,14 +73,14 @@ def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
         request = told.answered(key, new=key % 2 == 1 or key % 8 == 0)
         if n % 10 == 0:
             told.comparison.record_feedback(request, "item", "rejected")
-            assert told.comparison.report().evidence["rejections"] < EVIDENCE_LIMIT
+            assert told.comparison.report().evidence_by_bound["rejections"] < EVIDENCE_LIMIT
 
 
 def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
     """The evidence of errors and of latency after a query that came too late."""
     if told.comparison.count_timeout(CANARY, given, took, Caller(next(OTHERS)), single=single):
         told.comparison.count_rerun(CANARY, took, given)
-    evidence = told.comparison.report().evidence
+    evidence = told.comparison.report().evidence_by_bound
     return evidence["errors"], evidence["latency"]
 
 
@@ -89,11 +93,15 @@ def test_what_comes_too_late_counts_where_the_bound_allowed_no_more() -> None:
         told.answered(key, new=False, seconds=0.01)
     for hurried in (0.001, 0.019):
         assert late(told, given=hurried, took=0.001) == (1, 1)
-    assert told.comparison.report().new.queries == 0
+    assert told.comparison.report().new_pair.query_count == 0
     errors, latency = late(told, given=0.1, took=0.01)
     assert (errors, latency > 10) == (1, True)
     report = told.comparison.report()
-    assert (report.new.queries, report.new.errors, report.new.p99) == (1, 1, 0.1)
+    assert (
+        report.new_pair.query_count,
+        report.new_pair.error_count,
+        report.new_pair.p99_latency_s,
+    ) == (1, 1, 0.1)
     # How long one query takes says nothing about several in a call.
     assert late(told, given=0.1, took=0.01, single=False) == (errors, latency)
     assert late(told, given=4, took=0.1, single=False)[0] > 10
@@ -114,7 +122,7 @@ def told_of_ordinary_queries() -> Told:
     told = Told(CANARY)
     for key in range(600):
         told.answered(key, new=key >= 300)
-    assert told.comparison.report().evidence["latency"] < 1
+    assert told.comparison.report().evidence_by_bound["latency"] < 1
     return told
 
 
@@ -123,13 +131,13 @@ def latency(told: Told, key: int, old: float, new: float) -> float:
     told.answered(key, new=True, seconds=0.5)
     if told.slow:
         told.comparison.count_rerun(CANARY, old, new)
-    return told.comparison.report().evidence["latency"]
+    return told.comparison.report().evidence_by_bound["latency"]
 
 
 def test_what_takes_both_pairs_as_long_says_nothing() -> None:
     """Seven searches of many hits, compared exactly, stopped any canary."""
     told = told_of_ordinary_queries()
-    before = told.comparison.report().evidence["latency"]
+    before = told.comparison.report().evidence_by_bound["latency"]
     for key in range(1000, 1100):
         assert latency(told, key, old=0.4, new=0.5) == before
 
@@ -137,7 +145,7 @@ def test_what_takes_both_pairs_as_long_says_nothing() -> None:
 def test_one_caller_is_counted_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     told, now = told_of_ordinary_queries(), 1000.0
     replace_clock(monkeypatch, CanaryComparison.__module__, monotonic=lambda: now)
-    before = told.comparison.report().evidence["latency"]
+    before = told.comparison.report().evidence_by_bound["latency"]
     once = latency(told, 1000, old=0.1, new=0.5)
     assert before < once < EVIDENCE_LIMIT
     for _ in range(20):

@@ -107,7 +107,7 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
     """That thread waits for others: what it takes is no measure, and handing on no gain."""
     request = asking(one, 10)
     request.query.image = png(images(11)[10])
-    speed = served.galleries.peek("g").speed
+    speed = served.galleries.peek("g").search_speed
     with Client(served.address) as client:
         expected = on_a_thread(client, request)
         for _ in range(60):
@@ -145,7 +145,7 @@ def test_hits_of_an_image_are_read_where_it_was_embedded(
         monkeypatch.setattr(hosted.store, "items", fail)
         with refused(BusyError):
             client.raw.searches.Search(request, timeout=TIMEOUT_S)
-    assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)
+    assert hosted.use_counter.wait_until_none(5) and hosted.plan.use_counter.wait_until_none(5)
 
 
 @pytest.mark.hot_path
@@ -182,7 +182,7 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
         assert client.raw.searches.Search(requests[0], timeout=TIMEOUT_S) == expected[0]
     # Nobody is left to be waited for by who deletes the gallery, or swaps its model.
     hosted = served.galleries.peek("g")
-    assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)
+    assert hosted.use_counter.wait_until_none(5) and hosted.plan.use_counter.wait_until_none(5)
 
 
 class Model:

@@ -82,7 +82,7 @@ def test_the_same_answer_with_and_without_a_thread(
             exact=st.booleans(),
         )
         def same(query: int, k: int, farthest: float | None, exact: bool) -> None:
-            served.galleries.peek("g").exact = exact
+            served.galleries.peek("g").exact_distances = exact
             request = asking(one, query, k)
             if farthest is not None:
                 request.max_distance = farthest
@@ -91,7 +91,7 @@ def test_the_same_answer_with_and_without_a_thread(
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
         same()
-        served.galleries.peek("g").exact = False
+        served.galleries.peek("g").exact_distances = False
 
 
 def test_compiled_code_and_python_answer_byte_for_byte(
@@ -142,7 +142,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             exact=st.booleans(),
         )
         def same(seed: int, k: int, farthest: float | None, exact: bool) -> None:
-            hosted.exact = exact
+            hosted.exact_distances = exact
             chosen = np.random.default_rng(seed)
             query = (
                 made[chosen.integers(LARGE)]
@@ -266,7 +266,7 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
     with Client(served.address) as client:
         on_a_thread(client, request)
         assert answer_immediately(served, request) is not None
-        speed = served.galleries.peek("g").speed
+        speed = served.galleries.peek("g").search_speed
         for _ in range(60):
             speed.record(0.5)
         assert answer_immediately(served, request) is None

@@ -104,7 +104,7 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     state.change(active=2, previous=(1,))
     catalog = Catalog(tmp_path / "repo", tmp_path / "trust", None, metrics)
     catalog.manifests = manifests
-    catalog.spaces = {manifest.space: manifest for manifest in manifests.values()}
+    catalog.manifest_by_space = {manifest.space: manifest for manifest in manifests.values()}
     embedding = EmbeddingService(InProcessModels(tmp_path), metrics)
     canaries = Canaries(state, metrics)
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
@@ -335,15 +335,15 @@ def test_the_pair_of_a_canary(
         assert bool(answer.request_id) == (setting is not None and both)
     else:
         assert isinstance(answer, expected)  # type: ignore[arg-type]
-    report = parts.canaries.last_report().new
+    report = parts.canaries.last_report().new_pair
     if setting is not None and not setting.shadow:
-        assert (report.queries, report.errors) == counted
+        assert (report.query_count, report.error_count) == counted
 
 
 def in_a_call(key: str, ask: Callable[[], Result]) -> Result:
     def asked() -> Result:
         context.set_current_call(
-            context.Call(LOCAL, time.monotonic() + 60, key=key, request_id="r")
+            context.Call(LOCAL, time.monotonic() + 60, canary_key=key, request_id="r")
         )
         return ask()
 
@@ -389,7 +389,7 @@ def test_the_quota_of_a_token(parts: Parts, there: int, ids: list[str], taken: b
     def take() -> None:
         with quotas.reserve(app, "mine", ids) as allowance:
             # A store that others write, too, keeps to it.
-            assert allowance is not None and allowance.items == 10
+            assert allowance is not None and allowance.max_items == 10
 
     if taken:
         in_a_call("", take)

@@ -119,4 +119,4 @@ def test_a_quota_is_of_named_galleries_that_are_written(tmp_path: Path) -> None:
             Tokens(tmp_path / "tokens")
     line = f"x writer:mine {digest} 2099-01-01T00:00:00+00:00 items=5 rate=3"
     (tmp_path / "tokens").write_text(line)
-    assert Tokens(tmp_path / "tokens").identify_caller("Bearer x").items == 5
+    assert Tokens(tmp_path / "tokens").identify_caller("Bearer x").max_items == 5

@@ -65,8 +65,8 @@ def test_a_newcomer_needs_no_python(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_second_release_is_better_and_its_gate_was_measured(tmp_path: Path) -> None:
-    assert write_sample(tmp_path, 1).gain is None
-    carried, stays = write_sample(tmp_path, 2).gain or (0.0, 0.0)
+    assert write_sample(tmp_path, 1).migrated_and_native_map is None
+    carried, stays = write_sample(tmp_path, 2).migrated_and_native_map or (0.0, 0.0)
     assert carried > stays
     one, two = manifest(tmp_path, 1), manifest(tmp_path, 2)
     assert (one.gate.verdict, two.gate.verdict) == ("first", "passed")

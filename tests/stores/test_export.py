@@ -58,7 +58,7 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     assert sides["id"].to_pylist() == ids(50)
     np.testing.assert_array_equal(np.array(sides["side"].to_pylist()), vectors(50, 2, SIDE_DIM))
     # What an upgrade carried would teach its own map once more.
-    assert export(store, tmp_path / "pairs", native=True).rows == {1: 80, 2: 30}
+    assert export(store, tmp_path / "pairs", native=True).vector_counts == {1: 80, 2: 30}
     pairs = match(*(open_source(str(tmp_path / "pairs" / f"release-{n}.parquet")) for n in (1, 2)))
     assert len(pairs.pairs) == 30
     np.testing.assert_array_equal(pairs.pairs.old, vectors(30, 5))

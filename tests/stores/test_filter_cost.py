@@ -42,12 +42,12 @@ COSTLY: dict[str, Filter] = {
 @pytest.mark.parametrize("kind", COSTLY)
 def test_a_row_is_looked_at_a_few_times(kind: str) -> None:
     """However many values and bounds there are: 500 of them took seconds over 20,000 items."""
-    assert sql_condition(COSTLY[kind]).text.count("i.facets") <= 6
+    assert sql_condition(COSTLY[kind]).sql.count("i.facets") <= 6
 
 
 def test_many_times_are_looked_for_in_lists_alone() -> None:
     ranges = tuple(TimeRange("key", at_least=-i, at_most=i) for i in MANY)
-    first, _, of_list = sql_condition(All(ranges)).text.partition("-> 1) IS NOT NULL AND")
+    first, _, of_list = sql_condition(All(ranges)).sql.partition("-> 1) IS NOT NULL AND")
     assert first.count("i.facets") == 3 and of_list
 
 

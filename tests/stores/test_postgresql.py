@@ -238,8 +238,8 @@ def test_a_filter_meets_in_its_index_what_passes_alone(
         (plan,) = run(
             connection,
             "EXPLAIN (ANALYZE, FORMAT JSON) "
-            f"SELECT label FROM {store.schema}.items i WHERE {condition.text}",
-            condition.values,
+            f"SELECT label FROM {store.schema}.items i WHERE {condition.sql}",
+            condition.parameters,
         ).fetchone()
     looked = plan[0]["Plan"]
     assert looked["Node Type"] == "Bitmap Heap Scan", plan

@@ -56,11 +56,11 @@ def test_what_is_nearest_is_found_by_pieces(
     kept = np.delete(content, np.arange(40, min(43, max(40, count))), axis=0)
     made = probes(empty, info)
     nearest = min(10, len(kept))
-    assert made.nearest == nearest
+    assert made.neighbour_count == nearest
     # Drawn labels may have the same next one.
     assert 0.8 * min(graphs.PROBES, len(kept)) <= len(made.queries) <= graphs.PROBES
     true = np.sort(all_distances(made.queries, kept, metric), axis=1)[:, :nearest]
-    np.testing.assert_allclose(made.farthest, true[:, -1:], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made.farthest_distances, true[:, -1:], rtol=1e-5, atol=1e-6)
     # The answers of a search that forgets some of them, and its share by the same oracle.
     rng = np.random.default_rng(1)
     answers, shares = [], []

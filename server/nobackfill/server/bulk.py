@@ -294,22 +294,23 @@ class FillWork:
     It is a secret: with its credentials, a reader can write to the gallery.
 
     Attributes:
-        key: identifies the work, so that a worker opens models once.
-        server: address of the gateway.
+        cache_key: identifies the work, so that a worker opens models once.
+        gateway_address: address of the gateway.
         gallery: name of the gallery.
-        place: address of the pictures.
+        source_address: address of the pictures.
         manifest: the gallery's release.
-        models: content of its model files by published path; each is checked against its digest.
-        credentials: content of credential files by the variable that names them.
+        model_files: content of its model files by published path; each is checked against its
+            digest.
+        credential_files: content of credential files by the variable that names them.
     """
 
-    key: str
-    server: str
+    cache_key: str
+    gateway_address: str
     gallery: str
-    place: str
+    source_address: str
     manifest: Manifest = field(repr=False)
-    models: Mapping[str, bytes] = field(repr=False)
-    credentials: Mapping[str, bytes] = field(repr=False)
+    model_files: Mapping[str, bytes] = field(repr=False)
+    credential_files: Mapping[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -361,18 +362,18 @@ class _OpenBatch:
 
     def __init__(self, work: FillWork, closing: ExitStack) -> None:
         self._work = work
-        folder = write_files(work.models, closing)
+        folder = write_files(work.model_files, closing)
         models = InProcessModels(folder)
         models.load(work.manifest)
         self._embedding = EmbeddingService(models, Metrics())
-        for name, content in work.credentials.items():
+        for name, content in work.credential_files.items():
             (folder / name).write_bytes(content)
             os.environ[name] = str(folder / name)
-        self._gateway = closing.enter_context(Gateway(work.server, seconds=_RETRY_SECONDS))
+        self._gateway = closing.enter_context(Gateway(work.gateway_address, seconds=_RETRY_SECONDS))
 
     @cached_property
     def _place(self) -> BulkSource:
-        return open_bulk_source(self._work.place)
+        return open_bulk_source(self._work.source_address)
 
     def put(self, names: Sequence[str]) -> FillResult:
         refusals: dict[str, str] = {}
@@ -462,7 +463,7 @@ def put_pictures(work: FillWork, names: Sequence[str]) -> FillResult:
         InvalidInputError: the address of the place is not valid.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
     """
-    return _open_batches.open_for(work, work.key).put(names)
+    return _open_batches.open_for(work, work.cache_key).put(names)
 
 
 def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
@@ -489,7 +490,7 @@ def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NotPermittedError: the token may not write to the gallery.
     """
-    return _open_batches.open_for(work, work.key).read(texts)
+    return _open_batches.open_for(work, work.cache_key).read(texts)
 
 
 # Items of a task: a minute of work of a large network on one core.

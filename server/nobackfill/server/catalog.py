@@ -113,10 +113,10 @@ _CHECK_SECONDS = 1.0
 class Catalog:
     """Keep one verified view of the publication folder, which may be empty or missing at first.
 
-    Each attribute is replaced, never changed. `releases` maps a number to the reason of its
-    withdrawal, or None. `manifests` has every usable release by number, withdrawn ones included;
-    `spaces` has the same by space id. `changes` is notified when anything here, or the gateway's
-    state, changes.
+    Each attribute is replaced, never changed. `withdrawal_by_release` maps a number to the reason
+    of its withdrawal, or None. `manifests` has every usable release by number, withdrawn ones
+    included; `manifest_by_space` has the same by space id. `change_counter` is notified when
+    anything here, or the gateway's state, changes.
     """
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None, metrics: Metrics) -> None:
@@ -142,10 +142,10 @@ class Catalog:
         self._thread: threading.Thread | None = None
         # By release, why its manifest is not used.
         self._refusals: Mapping[int, str] = {}
-        self.releases: Mapping[int, str | None] = {}
+        self.withdrawal_by_release: Mapping[int, str | None] = {}
         self.manifests: Mapping[int, Manifest] = {}
-        self.spaces: Mapping[str, Manifest] = {}
-        self.changes = ChangeCounter()
+        self.manifest_by_space: Mapping[str, Manifest] = {}
+        self.change_counter = ChangeCounter()
 
     def refresh(self) -> None:
         """Read and verify the publication again, and notify the watchers, also if nothing has
@@ -170,7 +170,7 @@ class Catalog:
                 self._trust.refresh()
             finally:
                 self._read(self._trust)
-        self.changes.notify()
+        self.change_counter.notify()
 
     def _read(self, trust: TrustedFolder) -> None:
         try:
@@ -196,9 +196,9 @@ class Catalog:
                         error=str(error),
                     )
         self.manifests = manifests
-        self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
+        self.manifest_by_space = {manifest.space: manifest for manifest in self.manifests.values()}
         self._refusals = refusals
-        self.releases = releases
+        self.withdrawal_by_release = releases
 
     def metadata_expiries(self) -> Mapping[str, datetime]:
         """Return when the metadata of each role expires, in UTC.
@@ -215,7 +215,9 @@ class Catalog:
         """Return the number of the newest usable release that is not withdrawn, by the last
         verified view; None without one.
         """
-        return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
+        return max(
+            (n for n in self.manifests if self.withdrawal_by_release.get(n) is None), default=None
+        )
 
     def manifests_for_routes(self, source: int) -> Mapping[int, Manifest]:
         """Return the releases that routes from a release may use: itself, and those not withdrawn.
@@ -226,7 +228,7 @@ class Catalog:
         return {
             number: manifest
             for number, manifest in self.manifests.items()
-            if number == source or self.releases.get(number) is None
+            if number == source or self.withdrawal_by_release.get(number) is None
         }
 
     def manifest(self, release: int) -> Manifest:
@@ -430,7 +432,7 @@ class ChangeCounter:
         self._count = 0
 
     @property
-    def count(self) -> int:
+    def change_count(self) -> int:
         """The number of changes so far; read without a lock."""
         return self._count
 

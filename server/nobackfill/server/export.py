@@ -35,12 +35,12 @@ class ExportReport:
     """Report an export.
 
     Attributes:
-        items: number of items in the gallery.
-        rows: number of vectors in the file of each release, by its number.
+        item_count: number of items in the gallery.
+        vector_counts: number of vectors in the file of each release, by its number.
     """
 
-    items: int
-    rows: dict[int, int]
+    item_count: int
+    vector_counts: dict[int, int]
 
 
 def export(

@@ -79,7 +79,7 @@ class GatewayFollower:
             commits: tells when another gateway has committed; one thread waits for it, at most 0.5
                 s at a time.
         """
-        self._state.follow = self.catch_up
+        self._state.follow_others = self.catch_up
         self._threads = [
             threading.Thread(target=self._listen, args=(commits,), name="following", daemon=True),
             threading.Thread(target=self._succeed, name="succession", daemon=True),
@@ -170,8 +170,8 @@ class GatewayFollower:
             with error_boundary(self._metrics, "succession"):
                 try:
                     run = self._activations.current_run()
-                    if run is not None and run.lead.is_lost():
-                        run.cancelled.set()
+                    if run is not None and run.leadership.is_lost():
+                        run.cancel_event.set()
                     elif run is None and self._can_lead():
                         self._activations.resume()
                 except NobackfillError as error:

@@ -339,7 +339,7 @@ class GatewayServer:
 
     def _drain(self, listener: GrpcListener) -> None:
         self._stopping.set()
-        self.catalog.changes.notify()
+        self.catalog.change_counter.notify()
         listener.stop(self._settings.drain_seconds)
 
     def _models(self, metrics: Metrics) -> Models:

@@ -77,18 +77,18 @@ class SampleReport:
 
     Attributes:
         model_repo: the publication folder.
-        photos: the folder of pictures.
-        pictures: number of pictures in `photos`.
+        photos_folder: the folder of pictures.
+        picture_count: number of pictures in `photos_folder`.
         release: the release that was published, 1 or 2.
-        gain: for release 2, the mAP (0 to 1) of release 2 on migrated vectors, and of release 1 on
-            its own vectors; None for release 1.
+        migrated_and_native_map: for release 2, the mAP (0 to 1) of release 2 on migrated vectors,
+            and of release 1 on its own vectors; None for release 1.
     """
 
     model_repo: Path
-    photos: Path
-    pictures: int
+    photos_folder: Path
+    picture_count: int
     release: int
-    gain: tuple[float, float] | None
+    migrated_and_native_map: tuple[float, float] | None
 
 
 def write_sample(folder: Path, release: int) -> SampleReport:

@@ -229,7 +229,7 @@ class PlanManager:
         self._metrics.active_release.set(active)
         if active:
             self._metrics.devices.set_expected_release(active)
-        self._catalog.changes.notify()
+        self._catalog.change_counter.notify()
 
     def replan_gallery(
         self, hosted: HostedGallery, check: Callable[[Plan], None] = lambda plan: None
@@ -296,7 +296,7 @@ class PlanManager:
         """
         check_lock_order(LockLevel.PLAN)
         for plan in old_plans:
-            if not plan.users.wait_until_none(_DRAIN_S):
+            if not plan.use_counter.wait_until_none(_DRAIN_S):
                 log.warning(
                     "a call still uses the models of an earlier release, so these models stay "
                     "loaded for now"

@@ -199,7 +199,7 @@ class GatewayState(ABC):
         # The latest state that this gateway knows.
         self.current = state
         # Replaced by the object that makes this gateway follow the others.
-        self.follow: Callable[[], None] = lambda: None
+        self.follow_others: Callable[[], None] = lambda: None
 
     def active_release(self) -> int:
         """Return the number of the release that answers, by the latest state that this gateway
@@ -274,7 +274,7 @@ class GatewayState(ABC):
             CannotWriteError: the publication's verified metadata cannot be stored.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        self.follow()
+        self.follow_others()
 
     def refresh(self) -> Mapping[str, tuple[int, int]]:
         """Read the state again; `current` then has it. Without a shared state it does nothing.

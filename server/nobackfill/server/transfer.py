@@ -42,23 +42,24 @@ class TransferReport:
     """Report the transfer of a gallery or a vault.
 
     Attributes:
-        items: items, or blobs, of the source.
-        changes: items of the source that the target lacked or had otherwise, and that were written.
-        deleted: items that the source lacks, and that were removed from the target.
+        item_count: items, or blobs, of the source.
+        written_count: items of the source that the target lacked or had otherwise, and that were
+            written.
+        deleted_count: items that the source lacks, and that were removed from the target.
         is_identical: both stores were equal when they were compared at the end.
     """
 
-    items: int = 0
-    changes: int = 0
-    deleted: int = 0
+    item_count: int = 0
+    written_count: int = 0
+    deleted_count: int = 0
     is_identical: bool = False
 
     def to_json(self) -> dict[str, int | bool]:
         """Return the values by the names of `--json`: items, written, deleted and alike."""
         return {
-            "items": self.items,
-            "written": self.changes,
-            "deleted": self.deleted,
+            "items": self.item_count,
+            "written": self.written_count,
+            "deleted": self.deleted_count,
             "alike": self.is_identical,
         }
 
@@ -101,11 +102,11 @@ def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferRepo
     _copy_spaces(source, target)
     active = source.active().spec.space
     for items in _pages(source, active):
-        result.items += len(items)
-        result.changes += _page(source, target, items)
+        result.item_count += len(items)
+        result.written_count += _page(source, target, items)
     for items in _pages(target, active):
         present = {item.id for item in _by_ids(source, [item.id for item in items])}
-        result.deleted += target.delete([item.id for item in items if item.id not in present])
+        result.deleted_count += target.delete([item.id for item in items if item.id not in present])
     target.update_state(dict.fromkeys(target.state()) | source.state())
     result.is_identical = _is_equal(source, target) and not _count_different(source, target, active)
     return result
@@ -296,14 +297,14 @@ def transfer_vault(source: Path, target: Path) -> TransferReport:
     source_blobs, target_blobs = blob_sizes(source), blob_sizes(target)
     for path in target_blobs.keys() - source_blobs.keys():
         durable.remove_tree(target / path)
-        result.deleted += 1
+        result.deleted_count += 1
     for path, size in source_blobs.items():
-        result.items += 1
+        result.item_count += 1
         if target_blobs.get(path) != size:
             # It may have been deleted in the meantime.
             with suppress(FileNotFoundError):
                 _copy_blob(source / path, target / path)
-                result.changes += 1
+                result.written_count += 1
     result.is_identical = blob_sizes(source) == blob_sizes(target)
     return result
 

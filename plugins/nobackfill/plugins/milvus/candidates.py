@@ -23,7 +23,7 @@ from nobackfill.plugins.milvus.collections import MOST, Collections
 from nobackfill.plugins.milvus.columns import collection_name
 from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE as EVERY_ITEM
-from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, sql_condition
+from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, SqlCondition, sql_condition
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.search import SpaceTable
 from nobackfill.vectors import Vectors
@@ -57,7 +57,7 @@ class Candidates:
 
     def rows(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
-        condition: Condition, ef: int,
+        condition: SqlCondition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
         """Return candidates of a query that pass a filter, with their vectors, in any order.
 
@@ -85,12 +85,16 @@ class Candidates:
         if not self._is_large(connection, table):
             return None
         new = journal.pending_labels(
-            connection, table.schema, table.number, SMALL, described=condition is not EVERY_ITEM
+            connection,
+            table.schema,
+            table.space_number,
+            SMALL,
+            described=condition is not EVERY_ITEM,
         )
         if len(new) > SMALL or self._few_pass(connection, table, condition):
             return None
-        name = collection_name(self._database, table.schema, table.number)
-        since = journal.fed_until(connection, table.schema, table.number)
+        name = collection_name(self._database, table.schema, table.space_number)
+        since = journal.fed_until(connection, table.schema, table.space_number)
         try:
             for labels, is_all in self._growing(name, table, query, limit, condition, ef, since):
                 rows = table.rows_of(connection, [*labels, *new.tolist()], condition)
@@ -110,7 +114,7 @@ class Candidates:
         table: SpaceTable,
         query: Vectors,
         limit: int,
-        condition: Condition,
+        condition: SqlCondition,
         ef: int,
         since: int | None,
     ) -> Iterator[tuple[list[int], bool]]:
@@ -120,7 +124,9 @@ class Candidates:
         scan of all rows, which `matching` does, is complete.
         """
         expression = (
-            EVERYTHING if condition.as_filter is None else expression_of(condition.as_filter)
+            EVERYTHING
+            if condition.source_filter is None
+            else expression_of(condition.source_filter)
         )
         # If few rows of a graph match, more of it must be searched.
         wide = ef if expression == EVERYTHING else _WIDER * ef
@@ -166,20 +172,20 @@ class Candidates:
         return self._collections.search(name, info.spec, query, k, EF)
 
     def _is_large(self, connection: Connection, table: SpaceTable) -> bool:
-        if table.name not in self._large:
-            if _count(connection, f"{table.name} v", EVERY_ITEM, SMALL) <= SMALL:
+        if table.table_name not in self._large:
+            if _count(connection, f"{table.table_name} v", EVERY_ITEM, SMALL) <= SMALL:
                 return False
-            self._large.add(table.name)
+            self._large.add(table.table_name)
         return True
 
-    def _few_pass(self, connection: Connection, table: SpaceTable, condition: Condition) -> bool:
+    def _few_pass(self, connection: Connection, table: SpaceTable, condition: SqlCondition) -> bool:
         """Return whether an index of the database shows that few items pass; Milvus would scan its
         columns for that."""
-        part = None if condition.as_filter is None else _indexed(condition.as_filter)
+        part = None if condition.source_filter is None else _indexed(condition.source_filter)
         if part is None:
             return False
         items = f"{table.schema}.items i"
-        if part != condition.as_filter:
+        if part != condition.source_filter:
             # The rows that the index yields are checked one by one, so there must not be many.
             most = _ROWS_CHECKED * SMALL
             if _count(connection, items, sql_condition(part), most) > most:
@@ -224,12 +230,12 @@ def _indexed(filtered: Filter) -> Filter | None:
     return filtered if isinstance(filtered, Exists) else None
 
 
-def _count(connection: Connection, where: str, condition: Condition, most: int) -> int:
+def _count(connection: Connection, where: str, condition: SqlCondition, most: int) -> int:
     """Count passing rows, up to `most` + 1."""
     rows = run(
         connection,
-        f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {most + 1}) c",
-        condition.values,
+        f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.sql} LIMIT {most + 1}) c",
+        condition.parameters,
         filters=True,
     )
     return int(rows.fetchone()[0])

@@ -76,8 +76,8 @@ class RayCluster:
             NobackfillError: an error of a piece, as if it had run in this process.
             OSError: a model file in a folder cannot be read.
         """
-        if isinstance(work.files, Path):
-            work = replace(work, files=read_route_files(work.files, work.route))
+        if isinstance(work.model_files, Path):
+            work = replace(work, model_files=read_route_files(work.model_files, work.route))
         return self.run(migrate_piece, work, pieces)
 
     def run(

@@ -180,7 +180,9 @@ class Canaries:
         canary's.
         """
         report = self.last_report()
-        return report.release == release and report.new.queries > report.new.errors
+        return (
+            report.release == release and report.new_pair.query_count > report.new_pair.error_count
+        )
 
     def stop_reason(self) -> str | None:
         """Return why the canary under way must stop; None if it need not, or there is none.
@@ -238,14 +240,14 @@ class Canaries:
 
         def work() -> None:
             hosted = query.hosted
-            if not hosted.users.enter():
+            if not hosted.use_counter.enter():
                 return
             try:
                 with suppress(NobackfillError), hosted.use_plan() as plan:
                     if plan.answerer is query.answerer:
                         compare()
             finally:
-                hosted.users.leave()
+                hosted.use_counter.leave()
 
         if not self._mirror.enqueue(work, _size(query.query)):
             query.comparison.count_skipped()
@@ -273,7 +275,7 @@ class CanaryAnswerer:
     """
 
     def __init__(self, canaries: Canaries, old: PlainAnswerer, new: PlainAnswerer) -> None:
-        self.old, self.new = old, new
+        self.old_answerer, self.new_answerer = old, new
         self._canaries = canaries
         self._new_release = new.parts[0].query_manifest
 
@@ -286,7 +288,7 @@ class CanaryAnswerer:
 
         None if the old pair has no such part.
         """
-        return self.old.sole_space_part(hosted, space)
+        return self.old_answerer.sole_space_part(hosted, space)
 
     def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request by one pair; see CanaryAnswerer for the choice.
@@ -320,13 +322,13 @@ class CanaryAnswerer:
         """
         canary = self._canaries.running_settings()
         if canary is None:
-            return self.old.answer(hosted, request)
-        key = share_digest(self._new_release.release, context.current_call().key)
+            return self.old_answerer.answer(hosted, request)
+        key = share_digest(self._new_release.release, context.current_call().canary_key)
         is_chosen = is_in_share(key, canary.share)
         if request.is_single:
             return [self._single(hosted, request, canary, key, is_chosen=is_chosen)]
         if not is_chosen or canary.shadow:
-            return self.old.answer(hosted, request)
+            return self.old_answerer.answer(hosted, request)
         return self._batch(hosted, request, canary, key)
 
     def _single(
@@ -341,11 +343,12 @@ class CanaryAnswerer:
         call, (query,) = context.current_call(), request.queries
         by_new = is_chosen and not canary.shadow
         if not all(
-            can_read(part.query_manifest, query) for part in (*self.new.parts, *self.old.parts)
+            can_read(part.query_manifest, query)
+            for part in (*self.new_answerer.parts, *self.old_answerer.parts)
         ):
             if not by_new or not can_read(self._new_release, query):
-                return single_answer(self.old.answer(hosted, request))
-            answer = single_answer(self.new.answer(hosted, request))
+                return single_answer(self.old_answerer.answer(hosted, request))
+            answer = single_answer(self.new_answerer.answer(hosted, request))
             self._canaries.comparison(self._new_release.release).count_unpaired()
             return answer
         comparison = self._canaries.comparison(self._new_release.release)
@@ -354,8 +357,8 @@ class CanaryAnswerer:
         if by_new:
             trial = _Trial(canary, comparison, query, caller)
             answer, failed = trial.answer(
-                lambda: single_answer(self.new.answer(hosted, request)),
-                lambda: single_answer(self.old.answer(hosted, request)),
+                lambda: single_answer(self.new_answerer.answer(hosted, request)),
+                lambda: single_answer(self.old_answerer.answer(hosted, request)),
             )
             if failed:
                 if trial.timeout is not None:
@@ -365,7 +368,7 @@ class CanaryAnswerer:
                     )
                 return answer
         else:
-            answer = single_answer(self.old.answer(hosted, request))
+            answer = single_answer(self.old_answerer.answer(hosted, request))
         answer = replace(answer, request_id=call.request_id)
         seconds = time.monotonic() - began
         is_slow = comparison.count_answer(canary, answer, seconds, caller, new=by_new)
@@ -384,7 +387,8 @@ class CanaryAnswerer:
     ) -> list[QueryAnswer]:
         comparison = self._canaries.comparison(self._new_release.release)
         answers, failed = _Trial(canary, comparison, None, Caller(key)).answer(
-            lambda: self.new.answer(hosted, request), lambda: self.old.answer(hosted, request)
+            lambda: self.new_answerer.answer(hosted, request),
+            lambda: self.old_answerer.answer(hosted, request),
         )
         if not failed:
             comparison.count_batch(canary)
@@ -407,7 +411,7 @@ class _MirroredQuery:
 
     def compare(self, answer: SearchResult) -> None:
         """Compare a caller's answer with the other pair's answer."""
-        old_pair, new_pair = self.answerer.old, self.answerer.new
+        old_pair, new_pair = self.answerer.old_answerer, self.answerer.new_answerer
         by_new = answer.space == new_pair.parts[0].query_manifest.space
         try:
             other = self._answer(old_pair if by_new else new_pair)
@@ -426,9 +430,9 @@ class _MirroredQuery:
         Args:
             limit: time limit of the new pair in seconds.
         """
-        old = self._timed(self.answerer.old)
+        old = self._timed(self.answerer.old_answerer)
         try:
-            new = _with_time_limit(limit, lambda: self._timed(self.answerer.new))
+            new = _with_time_limit(limit, lambda: self._timed(self.answerer.new_answerer))
         except DeadlineError:
             new = limit
         self.comparison.count_rerun(self.canary, old, new)
@@ -542,17 +546,19 @@ class CanaryMetrics(Collector):
             "nobackfill_canary_feedback", "Sessions that sent feedback, by pair and kind.",
             labels=["pair", "kind"],
         )  # fmt: skip
-        for name, pair in (("old", report.old), ("new", report.new)):
-            queries.add_metric([name, "error"], pair.errors)
-            queries.add_metric([name, "empty"], pair.empty)
-            queries.add_metric([name, "answered"], pair.queries - pair.errors - pair.empty)
-            for quantile, value in (("0.5", pair.p50), ("0.99", pair.p99)):
+        for name, pair in (("old", report.old_pair), ("new", report.new_pair)):
+            queries.add_metric([name, "error"], pair.error_count)
+            queries.add_metric([name, "empty"], pair.empty_answer_count)
+            queries.add_metric(
+                [name, "answered"], pair.query_count - pair.error_count - pair.empty_answer_count
+            )
+            for quantile, value in (("0.5", pair.p50_latency_s), ("0.99", pair.p99_latency_s)):
                 if value is not None:
                     seconds.add_metric([name, quantile], value)
-            if pair.score is not None:
-                score.add_metric([name], pair.score)
+            if pair.mean_score is not None:
+                score.add_metric([name], pair.mean_score)
             for kind in FEEDBACK_KINDS:
-                feedback.add_metric([name, kind], pair.feedback[kind])
+                feedback.add_metric([name, kind], pair.feedback_counts[kind])
         yield from (queries, seconds, score, feedback)
         yield from self._likeness()
 
@@ -560,16 +566,16 @@ class CanaryMetrics(Collector):
         report = self._canaries.last_report()
         yield CounterMetricFamily(
             "nobackfill_canary_compared", "Queries that both pairs have answered.",
-            value=report.compared,
+            value=report.compared_query_count,
         )  # fmt: skip
         yield CounterMetricFamily(
             "nobackfill_canary_skipped", "Queries not compared, since too many waited.",
-            value=report.skip_count,
+            value=report.skipped_query_count,
         )  # fmt: skip
         for name, text, value in (
-            ("overlap", "Mean share of items that both answers have, 0 to 1.", report.overlap),
+            ("overlap", "Mean share of items that both answers have, 0 to 1.", report.mean_overlap),
             ("rank_correlation", "Mean rank correlation of both answers, -1 to 1.",
-             report.rank_correlation),
+             report.mean_rank_correlation),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(f"nobackfill_canary_{name}", text, value=value)
@@ -577,6 +583,6 @@ class CanaryMetrics(Collector):
             "nobackfill_canary_evidence", "Evidence that a bound is crossed; it stops at 80.",
             labels=["bound"],
         )  # fmt: skip
-        for bound, value in report.evidence.items():
+        for bound, value in report.evidence_by_bound.items():
             evidence.add_metric([bound], value)
         yield evidence

@@ -62,20 +62,20 @@ class PairFigures:
     """Count the answers of one pair of query model and gallery.
 
     Attributes:
-        queries: queries that it answered, or failed.
-        errors: queries that it failed.
-        empty_answers: answers without a hit.
+        query_count: queries that it answered, or failed.
+        error_count: queries that it failed.
+        empty_answer_count: answers without a hit.
         score_sum: sum of the calibrated scores of first hits.
         scored_count: number of answers whose first hit had a score.
-        seconds: the latest durations that callers waited.
+        recent_latencies: the latest durations that callers waited.
     """
 
-    queries: int = 0
-    errors: int = 0
-    empty_answers: int = 0
+    query_count: int = 0
+    error_count: int = 0
+    empty_answer_count: int = 0
     score_sum: float = 0.0
     scored_count: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_DURATIONS))
+    recent_latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_DURATIONS))
 
     def count_answer(self, answer: SearchResult, seconds: float | None) -> None:
         """Count an answer.
@@ -87,10 +87,10 @@ class PairFigures:
             answer: the answer.
             seconds: its duration; None if no caller waited for it.
         """
-        self.queries += 1
-        self.empty_answers += not answer.hits
+        self.query_count += 1
+        self.empty_answer_count += not answer.hits
         if seconds is not None:
-            self.seconds.append(seconds)
+            self.recent_latencies.append(seconds)
         score = answer.hits[0].score if answer.hits else None
         if score is not None:
             self.score_sum += score
@@ -109,7 +109,7 @@ class PairFigures:
         Args:
             share: the quantile, 0 to 1.
         """
-        return float(np.quantile(self.seconds, share)) if self.seconds else None
+        return float(np.quantile(self.recent_latencies, share)) if self.recent_latencies else None
 
 
 @dataclass
@@ -189,24 +189,24 @@ class PairReport:
     """Report one pair's figures.
 
     Attributes:
-        queries: queries answered, or failed.
-        errors: queries that it failed.
-        empty: answers without a hit.
-        p50: median duration in seconds; None without any.
-        p99: 99th percentile of durations in seconds; None without any.
-        score: mean calibrated score of first hits; None without one.
-        sessions: callers' keys that it answered.
-        feedback: number of sessions that sent feedback, by kind.
+        query_count: queries answered, or failed.
+        error_count: queries that it failed.
+        empty_answer_count: answers without a hit.
+        p50_latency_s: median duration in seconds; None without any.
+        p99_latency_s: 99th percentile of durations in seconds; None without any.
+        mean_score: mean calibrated score of first hits; None without one.
+        session_count: callers' keys that it answered.
+        feedback_counts: number of sessions that sent feedback, by kind.
     """
 
-    queries: int
-    errors: int
-    empty: int
-    p50: float | None
-    p99: float | None
-    score: float | None
-    sessions: int
-    feedback: Mapping[FeedbackKind, int]
+    query_count: int
+    error_count: int
+    empty_answer_count: int
+    p50_latency_s: float | None
+    p99_latency_s: float | None
+    mean_score: float | None
+    session_count: int
+    feedback_counts: Mapping[FeedbackKind, int]
 
 
 @dataclass(frozen=True)
@@ -217,25 +217,25 @@ class CanaryReport:
         release: the release of the canary; 0 if there was none.
         state: running, or how it ended.
         message: why it ended; may be empty.
-        old: figures of the active release's pair.
-        new: figures of the canary's pair.
-        compared: queries that both pairs have answered.
-        overlap: mean share of common items, 0 to 1; None without a query.
-        rank_correlation: mean rank correlation, -1 to 1; None without one.
-        skip_count: queries that were not compared because too many waited.
-        evidence: evidence by bound; the canary stops when one reaches EVIDENCE_LIMIT.
+        old_pair: figures of the active release's pair.
+        new_pair: figures of the canary's pair.
+        compared_query_count: queries that both pairs have answered.
+        mean_overlap: mean share of common items, 0 to 1; None without a query.
+        mean_rank_correlation: mean rank correlation, -1 to 1; None without one.
+        skipped_query_count: queries that were not compared because too many waited.
+        evidence_by_bound: evidence by bound; the canary stops when one reaches EVIDENCE_LIMIT.
     """
 
     release: int
     state: CanaryState
     message: str
-    old: PairReport
-    new: PairReport
-    compared: int
-    overlap: float | None
-    rank_correlation: float | None
-    skip_count: int
-    evidence: Mapping[str, float]
+    old_pair: PairReport
+    new_pair: PairReport
+    compared_query_count: int
+    mean_overlap: float | None
+    mean_rank_correlation: float | None
+    skipped_query_count: int
+    evidence_by_bound: Mapping[str, float]
 
 
 @dataclass
@@ -251,12 +251,12 @@ class Caller:
     """Identify a caller.
 
     Attributes:
-        key: digest that decides which pair answers.
-        token: name of the token; empty if the gateway has no tokens.
+        canary_key: digest that decides which pair answers.
+        token_name: name of the token; empty if the gateway has no tokens.
     """
 
-    key: int
-    token: str = ""
+    canary_key: int
+    token_name: str = ""
 
 
 class _CanaryTurns:
@@ -326,7 +326,7 @@ class CanaryComparison:
         """
         with self._lock:
             self._figures(new).count_answer(answer, seconds)
-            self._record_session(canary, answer, caller.key, new=new)
+            self._record_session(canary, answer, caller.canary_key, new=new)
             if not new:
                 self._update_p99()
                 return False
@@ -364,8 +364,8 @@ class CanaryComparison:
             canary: the settings, with the bound on errors.
         """
         with self._lock:
-            self._counts.new.queries += 1
-            self._counts.new.errors += 1
+            self._counts.new.query_count += 1
+            self._counts.new.error_count += 1
             self._errors.add_outcome(True, canary.most_errors)
 
     def time_allowance(self, remaining: float) -> float:
@@ -418,11 +418,11 @@ class CanaryComparison:
                 enough = canary.largest_p99_ratio * self._p99
             if allowance < enough:
                 return False
-            self._counts.new.queries += 1
-            self._counts.new.errors += 1
+            self._counts.new.query_count += 1
+            self._counts.new.error_count += 1
             if single:
                 # A lower limit: the query would have taken longer.
-                self._counts.new.seconds.append(allowance)
+                self._counts.new.recent_latencies.append(allowance)
             if of_latency:
                 return self._in_turn(caller)
             self._errors.add_outcome(True, canary.most_errors)
@@ -438,7 +438,7 @@ class CanaryComparison:
             canary: the settings.
         """
         with self._lock:
-            self._counts.new.queries += 1
+            self._counts.new.query_count += 1
             self._errors.add_outcome(False, canary.most_errors)
 
     def count_unpaired(self) -> None:
@@ -447,7 +447,7 @@ class CanaryComparison:
         It is no evidence.
         """
         with self._lock:
-            self._counts.new.queries += 1
+            self._counts.new.query_count += 1
 
     def count_mirrored(
         self, canary: Canary, old: SearchResult, new: SearchResult, *, is_new_mirrored: bool
@@ -515,7 +515,7 @@ class CanaryComparison:
             canary: the settings, for the sentence.
         """
         report = self.report()
-        crossed = [bound for bound in BOUNDS if report.evidence[bound] >= EVIDENCE_LIMIT]
+        crossed = [bound for bound in BOUNDS if report.evidence_by_bound[bound] >= EVIDENCE_LIMIT]
         return _stop_reason(crossed[0], report, canary) if crossed else None
 
     def report(self) -> CanaryReport:
@@ -531,13 +531,13 @@ class CanaryComparison:
                 release=self.release,
                 state=state,
                 message=message,
-                old=self._pair(new=False),
-                new=self._pair(new=True),
-                compared=counts.likeness.query_count,
-                overlap=counts.likeness.mean_overlap,
-                rank_correlation=counts.likeness.mean_rank_correlation,
-                skip_count=counts.skip_count,
-                evidence={
+                old_pair=self._pair(new=False),
+                new_pair=self._pair(new=True),
+                compared_query_count=counts.likeness.query_count,
+                mean_overlap=counts.likeness.mean_overlap,
+                mean_rank_correlation=counts.likeness.mean_rank_correlation,
+                skipped_query_count=counts.skip_count,
+                evidence_by_bound={
                     "errors": self._errors.value,
                     "latency": self._latency.value,
                     **{
@@ -568,25 +568,29 @@ class CanaryComparison:
         A caller's key counts once in a while, and a token less often than all keys that it could
         have.
         """
-        is_first = self._keys.take(caller.key, _KEY_SECONDS)
-        return is_first and (not caller.token or self._tokens.take(caller.token, _TOKEN_SECONDS))
+        is_first = self._keys.take(caller.canary_key, _KEY_SECONDS)
+        return is_first and (
+            not caller.token_name or self._tokens.take(caller.token_name, _TOKEN_SECONDS)
+        )
 
     def _update_p99(self) -> None:
-        queries = self._counts.old.queries
+        queries = self._counts.old.query_count
         if queries >= _MIN_QUERIES and queries % _QUERIES_PER_UPDATE == 0:
             self._p99 = self._counts.old.duration_quantile(0.99)
 
     def _pair(self, *, new: bool) -> PairReport:
         figures = self._figures(new)
         return PairReport(
-            queries=figures.queries,
-            errors=figures.errors,
-            empty=figures.empty_answers,
-            p50=figures.duration_quantile(0.5),
-            p99=figures.duration_quantile(0.99),
-            score=figures.mean_score,
-            sessions=self._sessions.session_counts[new],
-            feedback={kind: self._sessions.feedback_counts[kind][new] for kind in FEEDBACK_KINDS},
+            query_count=figures.query_count,
+            error_count=figures.error_count,
+            empty_answer_count=figures.empty_answer_count,
+            p50_latency_s=figures.duration_quantile(0.5),
+            p99_latency_s=figures.duration_quantile(0.99),
+            mean_score=figures.mean_score,
+            session_count=self._sessions.session_counts[new],
+            feedback_counts={
+                kind: self._sessions.feedback_counts[kind][new] for kind in FEEDBACK_KINDS
+            },
         )
 
 
@@ -594,21 +598,23 @@ EMPTY_REPORT = replace(CanaryComparison(0, lambda: None).report(), state=CanaryS
 
 
 def _stop_reason(bound: str, report: CanaryReport, canary: Canary) -> str:
-    old, new = report.old, report.new
+    old, new = report.old_pair, report.new_pair
     if bound == "errors":
         reason = (
-            f"errors: {new.errors} of {new.queries} queries failed with the new release where the "
-            f"old one answers; the bound is {canary.most_errors:.1%}"
+            f"errors: {new.error_count} of {new.query_count} queries failed with the new release "
+            f"where the old one answers; the bound is {canary.most_errors:.1%}"
         )
     elif bound == "latency":
         reason = (
-            f"latency: the new release's p99 is {1000 * (new.p99 or 0):.1f} ms, the old one's "
-            f"{1000 * (old.p99 or 0):.1f} ms; the bound is {canary.largest_p99_ratio:g} times that"
+            f"latency: the new release's p99 is {1000 * (new.p99_latency_s or 0):.1f} ms, the old "
+            f"one's {1000 * (old.p99_latency_s or 0):.1f} ms; the bound is "
+            f"{canary.largest_p99_ratio:g} times that"
         )
     else:
         kind: FeedbackKind = "approved" if bound == "approvals" else "rejected"
         reason = (
-            f"feedback: {new.feedback[kind]} of {new.sessions} sessions {kind} answers of the "
-            f"new release, {old.feedback[kind]} of {old.sessions} of the old one"
+            f"feedback: {new.feedback_counts[kind]} of {new.session_count} sessions {kind} answers "
+            f"of the new release, {old.feedback_counts[kind]} of {old.session_count} of the old one"
         )
-    return f"{reason} (evidence {report.evidence[bound]:.0f}, stopped at {EVIDENCE_LIMIT:.0f})"
+    evidence = report.evidence_by_bound[bound]
+    return f"{reason} (evidence {evidence:.0f}, stopped at {EVIDENCE_LIMIT:.0f})"

@@ -178,8 +178,12 @@ def export(
                 )
         rows = [["release", "vectors", "file"]]
         rows += [[str(number), str(count), str(out / f"release-{number}.parquet")]
-                 for number, count in exported.rows.items()]  # fmt: skip
-        show(as_json, {"items": exported.items, "rows": exported.rows, "out": str(out)}, rows)
+                 for number, count in exported.vector_counts.items()]  # fmt: skip
+        show(
+            as_json,
+            {"items": exported.item_count, "rows": exported.vector_counts, "out": str(out)},
+            rows,
+        )
 
 
 @data_commands.command(
@@ -310,9 +314,9 @@ def move(
         rows += [
             [
                 name,
-                str(transferred.items),
-                str(transferred.changes),
-                str(transferred.deleted),
+                str(transferred.item_count),
+                str(transferred.written_count),
+                str(transferred.deleted_count),
                 "yes" if transferred.is_identical else "no",
             ]
             for name, transferred in entries.items()

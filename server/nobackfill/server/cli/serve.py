@@ -104,27 +104,28 @@ def sample(
         from nobackfill.server.sample import write_sample
 
         made = write_sample(folder, release)
-    repo, photos = shlex.quote(str(made.model_repo)), shlex.quote(str(made.photos))
-    picture = shlex.quote(str(made.photos / "red-circle-0.png"))
+    repo, photos = shlex.quote(str(made.model_repo)), shlex.quote(str(made.photos_folder))
+    picture = shlex.quote(str(made.photos_folder / "red-circle-0.png"))
     where = "" if folder == Path() else f" {shlex.quote(str(folder))}"
-    if made.gain is None:
+    if made.migrated_and_native_map is None:
         lines = [
-            f"{repo}: release 1 is published; {photos}: {made.pictures} pictures", "next:",
+            f"{repo}: release 1 is published; {photos}: {made.picture_count} pictures", "next:",
             f"  gateway serve --model-repo {repo} 2> gateway.log &",
             "  until gateway status; do sleep 1; done", "  gateway gallery create photos",
             f"  gateway put photos {photos}", f"  gateway search photos {picture}",
             f"  gateway sample{where} --release 2",
         ]  # fmt: skip
     else:
+        migrated, native = made.migrated_and_native_map
         lines = [
-            f"{repo}: release 2 is published; on migrated vectors it has mAP {made.gain[0]:.2f}, "
-            f"where release 1 has {made.gain[1]:.2f}", "next:",
+            f"{repo}: release 2 is published; on migrated vectors it has mAP {migrated:.2f}, "
+            f"where release 1 has {native:.2f}", "next:",
             "  gateway estimate photos 2", "  gateway activate 2",
             f"  gateway search photos {picture}", "  gateway rollback",
         ]  # fmt: skip
     result = {
-        "model_repo": str(made.model_repo), "photos": str(made.photos), "release": made.release,
-        "pictures": made.pictures,
+        "model_repo": str(made.model_repo), "photos": str(made.photos_folder),
+        "release": made.release, "pictures": made.picture_count,
     }  # fmt: skip
     typer.echo(json.dumps(result) if as_json else "\n".join(map(escape_control, lines)))
 

@@ -105,7 +105,7 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
     from nobackfill.server.rollout.rollout import Phase
 
     activations, is_waiting = gateway.activations, False
-    while (run := activations.current_run()) is None or run.record.release != number:
+    while (run := activations.current_run()) is None or run.activation.release != number:
         if run is None and activations.activating_release() == number:
             if not is_waiting:
                 typer.echo("waiting: another process leads this activation", err=True)
@@ -118,7 +118,7 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
             gateway.state.record_audit("local", "activate", f"release {number}")
             break
     for event in run.events():
-        progress = f" {event.complete}/{event.total}" if event.total else ""
+        progress = f" {event.upgraded_item_count}/{event.item_count}" if event.item_count else ""
         typer.echo(escape_control(f"{event.phase}{progress} {event.message}".rstrip()), err=True)
     if event.phase is Phase.FAILED:
         raise NobackfillError(

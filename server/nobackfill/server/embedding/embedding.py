@@ -1027,7 +1027,7 @@ class QueuedImage(Generic[Owner]):
         deadline: latest time for the vector, on the monotonic clock.
         is_wanted: tells whether the caller still waits.
         pixels: the decoded image; None before.
-        decoded: when it was decoded, on the monotonic clock; 0 before.
+        decoded_at: when it was decoded, on the monotonic clock; 0 before.
     """
 
     owner: Owner
@@ -1036,7 +1036,7 @@ class QueuedImage(Generic[Owner]):
     deadline: float
     is_wanted: Callable[[], bool]
     pixels: Pixels | None = None
-    decoded: float = 0.0
+    decoded_at: float = 0.0
 
 
 class ImageQueue(Generic[Owner]):
@@ -1145,7 +1145,7 @@ class ImageQueue(Generic[Owner]):
         if not self._decoded or len(self._embeds) == _MODEL_CALLS:
             return None
         nothing_comes = not self._encoded and not self._decoding
-        since = time.monotonic() - self._decoded[0].decoded
+        since = time.monotonic() - self._decoded[0].decoded_at
         is_time = nothing_comes or since >= _BATCH_SECONDS
         for release, count in Counter(image.manifest.release for image in self._decoded).items():
             if count >= _FULL_BATCH or (is_time and release not in self._embeds):
@@ -1167,8 +1167,8 @@ class ImageQueue(Generic[Owner]):
             for image in images:
                 decoded.append(image)
                 image.pixels = self._pixels(image)
-                image.decoded = time.monotonic()
-                if image.decoded - began > _DECODE_SECONDS:
+                image.decoded_at = time.monotonic()
+                if image.decoded_at - began > _DECODE_SECONDS:
                     break
         finally:
             with self._changed:

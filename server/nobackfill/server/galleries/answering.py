@@ -159,7 +159,7 @@ def _hits(
         labels.pop()
     distances = neighbours.distances[row, : len(labels)]
     stored_items = items(labels, part.space)
-    origins = [part.origin or (item.origin if item else None) for item in stored_items]
+    origins = [part.fixed_origin or (item.origin if item else None) for item in stored_items]
 
     def hits(distances: Vectors) -> list[RankedHit]:
         scores = scores_of(part, origins, distances)
@@ -317,7 +317,9 @@ class GallerySearcher:
             TooLargeError: the images, or the texts, together are too large.
             OverloadedError: too many images are being decoded.
         """
-        return self._answer(hosted, SearchRequest(tuple(queries), k, filtered, ef, reembed=reembed))
+        return self._answer(
+            hosted, SearchRequest(tuple(queries), k, filtered, ef, may_reembed=reembed)
+        )
 
     def _answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer a request, and again if another gateway replaces the plan during the search."""
@@ -379,7 +381,7 @@ class AnswererFactory:
         self._catalog, self._state = catalog, state
         self._canary, self._healing = make_canary_answerer, make_reembedding_answerer
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
-        self.observe = metrics.batch_size.labels("search").observe
+        self.observe_batch_size = metrics.batch_size.labels("search").observe
 
     def make_answerer(self, plan: Plan) -> Answerer:
         """Make the answerer of a plan, which has at most one of `canary`, `heals` and `both`; with
@@ -519,7 +521,7 @@ class PlainAnswerer:
         # One batcher for each plan: a search of a small gallery does not wait for a batch of a
         # large one.
         self._batcher = Batcher(
-            find_nearest, largest_batch=_LARGEST_BATCH, observe_size=shared.observe
+            find_nearest, largest_batch=_LARGEST_BATCH, observe_size=shared.observe_batch_size
         )
 
     def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
@@ -644,7 +646,7 @@ class PlainAnswerer:
         if not questions:
             return answers
         with context.trace_part("search"):
-            matches = matching_items(hosted, request.filtered)
+            matches = matching_items(hosted, request.condition)
             open_questions = questions
             for _ in range(_MAX_TRIES):
                 searched = list(
@@ -783,7 +785,7 @@ class SpaceChoice:
                 f"image, or an embedding of each of releases {answering.release} and "
                 f"{', '.join(str(m.release) for m in missing)}"
             )
-        active, spaces = self._parts[-1], self._catalog.spaces
+        active, spaces = self._parts[-1], self._catalog.manifest_by_space
         for space in query:
             manifest = spaces.get(space)
             if manifest is None or not manifest.searches_space_directly(active.space):
@@ -800,7 +802,7 @@ class SpaceChoice:
             raise _retired(manifest.release)
 
     def _incompatible(self, answering: int, query: EmbeddingQuery) -> Exception:
-        spaces = self._catalog.spaces
+        spaces = self._catalog.manifest_by_space
         known = [spaces[space].release for space in query if space in spaces]
         if known and max(known) in self._state.current.retired:
             return _retired(max(known))
@@ -883,7 +885,7 @@ def _group(
         return [one for question in questions for one in _group([question], matches, timed)]
     if timed and not ef:
         # A wide search is slow because its caller asked for it, so it does not count.
-        hosted.speed.record(time.monotonic() - began, len(questions))
+        hosted.search_speed.record(time.monotonic() - began, len(questions))
     return [(neighbours, row) for row in range(len(questions))]
 
 
@@ -907,7 +909,12 @@ def rank_nearest(question: EmbeddedQuery, nearest: Nearest) -> QueryAnswer:
     neighbours, row = nearest
     hosted, query = question.hosted, question.parts[0].query_manifest
     hits = rank_hits(
-        question.parts, neighbours, row, question.k, hosted.items, exact_distances=hosted.exact
+        question.parts,
+        neighbours,
+        row,
+        question.k,
+        hosted.items,
+        exact_distances=hosted.exact_distances,
     )
     return SearchResult(hits, query.release, query.space)
 
@@ -984,7 +991,7 @@ class FusionAnswerer:
             )
         if len(answers) < len(request.queries):
             with context.trace_part("search"):
-                matches = matching_items(hosted, request.filtered)
+                matches = matching_items(hosted, request.condition)
                 for place, pair in pairs.items():
                     if not isinstance(pair, InvalidInputError):
                         answers[place] = self._ranked(*pair, matches)
@@ -1007,7 +1014,7 @@ class FusionAnswerer:
 
         Queries that the previous model cannot read are left out.
         """
-        new, old = self._part.query_manifest, self._both.part.query_manifest
+        new, old = self._part.query_manifest, self._both.old_part.query_manifest
         vectors: dict[int, tuple[Vectors, ...] | InvalidInputError] = {}
         items: dict[int, bytes | str] = {}
         for place, query in enumerate(request.queries):
@@ -1077,21 +1084,23 @@ def rank_by_fusion(
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
     labels = collect_candidates(
         partial(_labels, question, part, new, matches),
-        partial(_labels, question, fusion.part, old_vectors, matches),
+        partial(_labels, question, fusion.old_part, old_vectors, matches),
         count=max(question.k, CANDIDATES_PER_SEARCH),
     )
     stored_labels, distances, migrated = _distances(
         hosted, part, new, np.array(sorted(labels), np.int64)
     )
     old_labels, old_distances, _ = _distances(
-        hosted, fusion.part, old_vectors, stored_labels[migrated]
+        hosted, fusion.old_part, old_vectors, stored_labels[migrated]
     )
     places = np.searchsorted(stored_labels, old_labels)
     ranking_values = distances.astype(np.float64)
     ranking_values[places] = fusion.joint_distance(distances[places], old_distances)
     order = np.lexsort((stored_labels, distances, ranking_values))
     ranked = Neighbours(stored_labels[order][None], distances[order][None])
-    hits = rank_hits([part], [ranked], 0, len(order), hosted.items, exact_distances=hosted.exact)
+    hits = rank_hits(
+        [part], [ranked], 0, len(order), hosted.items, exact_distances=hosted.exact_distances
+    )
     return SearchResult(hits[: question.k], part.query_manifest.release, part.query_manifest.space)
 
 
@@ -1178,10 +1187,10 @@ class _CompiledRoute:
         hosted = self.hosted
         return (
             hosted.plan is self.plan
-            and hosted.origins.migrated_labels(self.part, self.snapshot) is None
+            and hosted.origin_cache.migrated_labels(self.part, self.snapshot) is None
             and self.view.snapshot() is self.snapshot
             and hosted.views().get(self.snapshot.spec.space) is self.view
-            and hosted.exact is self.exact
+            and hosted.exact_distances is self.exact
         )
 
 
@@ -1216,7 +1225,7 @@ class ReceiverSearch:
             or not route.is_valid()
             or self._galleries.searchable_gallery(route.hosted.name) is not route.hosted
             or self._state.current is not route.state
-            or not route.hosted.speed.is_fast
+            or not route.hosted.search_speed.is_fast
         ):
             self._route = None
             return None
@@ -1224,7 +1233,7 @@ class ReceiverSearch:
         answers = route.answers(messages)
         count = len(answers) - answers.count(None)
         if count:
-            route.hosted.speed.record_on_receiver(time.monotonic() - began, count)
+            route.hosted.search_speed.record_on_receiver(time.monotonic() - began, count)
             self._graph.inc(count)
             if sample := route.view.query_sample.draw(count):
                 answered = [
@@ -1299,9 +1308,9 @@ class ReceiverSearch:
         no_answers: list[bytes | None] = [None] * len(queries)
         # Read this before the views: parts that are prepared for freed views then land in a freed
         # mapping.
-        prepared_parts = hosted.ready
+        prepared_parts = hosted.prepared_searches
         view = hosted.views().get(part.space)
-        if view is None or not hosted.origins.is_loaded(part):
+        if view is None or not hosted.origin_cache.is_loaded(part):
             return no_answers
         ends = self._state.current.ends.get(part.query_manifest.space)
         ready = prepared_parts.get(part.space)
@@ -1311,17 +1320,17 @@ class ReceiverSearch:
         if (
             (ends is not None and time.time() >= ends)
             or not (
-                hosted.speed.is_faster_than_handover(snapshot)
+                hosted.search_speed.is_faster_than_handover(snapshot)
                 if on_receiver
                 else is_cheap_search(snapshot)
             )
-            or not hosted.speed.should_search_on_receiver()
+            or not hosted.search_speed.should_search_on_receiver()
         ):
             return no_answers
         began = time.monotonic()
         answer = _answers(hosted, snapshot, ready, queries, may_read=not on_receiver)
         if on_receiver:
-            hosted.speed.record(time.monotonic() - began, len(queries))
+            hosted.search_speed.record(time.monotonic() - began, len(queries))
         self._count(snapshot, view, queries, answer)
         return answer
 
@@ -1358,14 +1367,14 @@ def _answers(
     if (
         compiled is not None
         and ready.curves is not None
-        and hosted.origins.migrated_labels(ready.part, snapshot) is None
+        and hosted.origin_cache.migrated_labels(ready.part, snapshot) is None
     ):
         answers = compiled.encode_responses(
-            queries, hosted.exact, ready.items.encoded_hits, ready.curves, ready.end
+            queries, hosted.exact_distances, ready.items.encoded_hits, ready.curves, ready.end
         )
     for number, answer in enumerate(answers):
         if answer is not None:
-            hosted.speed.record_receiver_search(in_memory=True)
+            hosted.search_speed.record_receiver_search(in_memory=True)
         else:
             answers[number] = _in_python(
                 hosted, snapshot, ready, *queries[number], may_read=may_read
@@ -1398,7 +1407,7 @@ def _in_python(
     while labels and labels[-1] < 0:
         labels.pop()
     hits = ready.items.encode(labels, ready.make)
-    hosted.speed.record_receiver_search(in_memory=hits is not None)
+    hosted.search_speed.record_receiver_search(in_memory=hits is not None)
     if hits is None and may_read:
         try:
             items = ready.items.get(labels)
@@ -1411,7 +1420,7 @@ def _in_python(
     if hits is None:
         return None
     distances = neighbours.distances[0, : len(labels)]
-    return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
+    return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact_distances) + ready.end
 
 
 def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _PreparedPart:
@@ -1437,8 +1446,8 @@ def _compile_route(
     """Make the compiled route of a part; None if a query's answer depends on more than its
     snapshot.
     """
-    ready, view = hosted.ready.get(part.space), hosted.views().get(part.space)
-    space, exact = part.query_manifest.space, hosted.exact
+    ready, view = hosted.prepared_searches.get(part.space), hosted.views().get(part.space)
+    space, exact = part.query_manifest.space, hosted.exact_distances
     if view is None or not isinstance(ready, _PreparedPart) or ready.part is not part:
         return None
     snapshot = view.snapshot()
@@ -1446,7 +1455,7 @@ def _compile_route(
         return None
     if space in state.ends or plan.reembedded_space == part.space:
         return None
-    if hosted.origins.migrated_labels(part, snapshot) is not None:
+    if hosted.origin_cache.migrated_labels(part, snapshot) is not None:
         return None
     answers = snapshot.compiled.request_handler(
         hosted.name,
@@ -1597,9 +1606,9 @@ def _enter(hosted: HostedGallery) -> Plan | None:
     """Become a user of a gallery and its plan, and return the plan; None if the gallery is
     closed.
     """
-    return hosted.enter_plan() if hosted.users.enter() else None
+    return hosted.enter_plan() if hosted.use_counter.enter() else None
 
 
 def _leave(hosted: HostedGallery, plan: Plan) -> None:
-    plan.users.leave()
-    hosted.users.leave()
+    plan.use_counter.leave()
+    hosted.use_counter.leave()

@@ -251,16 +251,16 @@ class WriteLock:
 
 
 @dataclass(frozen=True)
-class Allowance:
+class ItemQuota:
     """Limit the number of items in the galleries of a token.
 
     Attributes:
         galleries: names of the galleries.
-        items: most items that they may have in total.
+        max_items: most items that they may have in total.
     """
 
     galleries: frozenset[str]
-    items: int
+    max_items: int
 
     def check(self, present: int, new: int) -> None:
         """Check that new items fit.
@@ -274,11 +274,11 @@ class Allowance:
         Raises:
             ItemQuotaError: there would be too many items.
         """
-        if new and present + new > self.items:
+        if new and present + new > self.max_items:
             raise ItemQuotaError(
-                f"expected at most {self.items} items in {join_few(sorted(self.galleries))} for "
-                f"this token, found {present} and {new} new ones; delete some items, or ask the "
-                "operator to raise items=N in the tokens file"
+                f"expected at most {self.max_items} items in {join_few(sorted(self.galleries))} "
+                f"for this token, found {present} and {new} new ones; delete some items, or ask "
+                "the operator to raise items=N in the tokens file"
             )
 
 
@@ -399,10 +399,10 @@ EXACT_DISTANCES_KEY = "exact_distances"
 class HostedGallery(ABC):
     """Serve one open gallery.
 
-    `users` counts the calls that work with it. `is_closing` is set while its deletion waits for the
-    last of them. `replan` replaces `plan`, one reference: a call takes it once, with `use_plan`,
-    and keeps it to its end. Puts share `write_lock`; a change of the gallery's spaces holds it
-    exclusively.
+    `use_counter` counts the calls that work with it. `is_closing` is set while its deletion waits
+    for the last of them. `replan` replaces `plan`, one reference: a call takes it once, with
+    `use_plan`, and keeps it to its end. Puts share `write_lock`; a change of the gallery's spaces
+    holds it exclusively.
     """
 
     # Number in its store: a later gallery of the same name has another number.
@@ -430,7 +430,7 @@ class HostedGallery(ABC):
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         self.name, self.folder, self.store = name, folder, store
-        self.users = UseCounter()
+        self.use_counter = UseCounter()
         self.is_closing = False
         self.write_lock = WriteLock(name)
         self._lock = threading.Lock()
@@ -442,11 +442,11 @@ class HostedGallery(ABC):
         # Replaced at each change: a count that began earlier is then stored in a mapping that
         # nobody reads.
         self._counts: dict[str | None, int] = {}
-        self.exact = bool(self.state_value(EXACT_DISTANCES_KEY))
-        self.speed = SearchSpeed()
+        self.exact_distances = bool(self.state_value(EXACT_DISTANCES_KEY))
+        self.search_speed = SearchSpeed()
 
     def enter_plan(self) -> Plan:
-        """Return the present plan with one more user; the caller leaves `plan.users`.
+        """Return the present plan with one more user; the caller leaves `plan.use_counter`.
 
         It never waits for long: it repeats if the plan is replaced at that moment. `replan` must
         have run before; otherwise it raises AttributeError. No lock level is recorded; `use_plan`
@@ -454,10 +454,10 @@ class HostedGallery(ABC):
         """
         while True:
             plan = self.plan
-            plan.users.enter()
+            plan.use_counter.enter()
             if plan is self.plan:
                 return plan
-            plan.users.leave()
+            plan.use_counter.leave()
 
     @contextmanager
     def use_plan(self) -> Iterator[Plan]:
@@ -474,7 +474,7 @@ class HostedGallery(ABC):
             with hold_level(LockLevel.PLAN, self.name):
                 yield plan
         finally:
-            plan.users.leave()
+            plan.use_counter.leave()
 
     def replan(
         self, state: State, manifests: Mapping[int, Manifest], answerer_of: AnswererOf,
@@ -539,7 +539,7 @@ class HostedGallery(ABC):
     def put(
         self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
-        allowance: Allowance | None = None,
+        allowance: ItemQuota | None = None,
     ) -> None:  # fmt: skip
         """Store items whose vectors were made for a plan, durably, all or none.
 
@@ -796,7 +796,7 @@ class HostedGallery(ABC):
         """Store small JSON values with the gallery, durably and all at once.
 
         Other keys stay. The plan is not made again. The next `state_value` reads all values again,
-        also after an error. Attributes that were made of a value, such as `exact`, stay.
+        also after an error. Attributes that were made of a value, such as `exact_distances`, stay.
 
         Args:
             values: value by key; None deletes a key.
@@ -857,7 +857,7 @@ class HostedGallery(ABC):
     @property
     def is_slow(self) -> bool:
         """Tell whether searches of the gallery are slow at present; see SearchSpeed.is_slow."""
-        return self.speed.is_slow(self.views().values())
+        return self.search_speed.is_slow(self.views().values())
 
     def active_spec(self) -> SpaceSpec:
         """Return the active space of the store.
@@ -887,7 +887,7 @@ class HostedGallery(ABC):
             ConfigurationError: the database refuses the statement.
         """
         self.store_state({EXACT_DISTANCES_KEY: exact})
-        self.exact = exact
+        self.exact_distances = exact
 
     def close(self) -> None:
         """Close the store; no call may use the gallery. A second call does nothing.
@@ -1161,7 +1161,7 @@ class GalleryRegistry:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         hosted = self.peek(name)
-        if hosted.is_closing or not hosted.users.enter():
+        if hosted.is_closing or not hosted.use_counter.enter():
             raise _unknown(name)
         try:
             with hold_level(LockLevel.GALLERY, name):
@@ -1174,7 +1174,7 @@ class GalleryRegistry:
                 raise
             raise
         finally:
-            hosted.users.leave()
+            hosted.use_counter.leave()
 
     def searchable_gallery(self, name: str) -> HostedGallery | None:
         """Return a gallery that can be searched without waiting; None otherwise.
@@ -1208,11 +1208,11 @@ class GalleryRegistry:
         caller stops early, its gallery stays in use until the iterator is closed.
         """
         for name, hosted in sorted(self._hosted.items()):
-            if name not in self._reasons and hosted.users.enter():
+            if name not in self._reasons and hosted.use_counter.enter():
                 try:
                     yield hosted
                 finally:
-                    hosted.users.leave()
+                    hosted.use_counter.leave()
 
     @contextmanager
     def hold_all(self) -> Iterator[list[HostedGallery]]:
@@ -1227,8 +1227,8 @@ class GalleryRegistry:
         with ExitStack() as stack:
             galleries = []
             for hosted in self.all():
-                if hosted.users.enter():
-                    stack.callback(hosted.users.leave)
+                if hosted.use_counter.enter():
+                    stack.callback(hosted.use_counter.leave)
                     stack.enter_context(hold_level(LockLevel.GALLERY, hosted.name))
                     galleries.append(hosted)
             yield galleries
@@ -1388,7 +1388,7 @@ class GalleryRegistry:
             hosted.is_closing = True
         try:
             check_lock_order(LockLevel.GALLERY, name)
-            if not hosted.users.close(_DRAIN_SECONDS):
+            if not hosted.use_counter.close(_DRAIN_SECONDS):
                 raise BusyError(
                     f"gallery {name!r} cannot be deleted: calls have used it for "
                     f"{_DRAIN_SECONDS:.0f} seconds; try again when they have ended"
@@ -1403,7 +1403,7 @@ class GalleryRegistry:
         except BaseException:
             hosted.store.reopen()
             hosted.is_closing = False
-            hosted.users.reopen()
+            hosted.use_counter.reopen()
             raise
         hosted.close()
         finish()

@@ -21,8 +21,8 @@ from nobackfill.server.galleries.hosted import (
     EXACT_DISTANCES_KEY,
     NOTE,
     ROLLOUT,
-    Allowance,
     HostedGallery,
+    ItemQuota,
 )
 from nobackfill.server.galleries.plan import FillMode, Plan, PlanPart
 from nobackfill.server.state import OutdatedPlanError
@@ -203,7 +203,7 @@ class HostedInDatabase(HostedGallery):
     def put(
         self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
-        allowance: Allowance | None = None,
+        allowance: ItemQuota | None = None,
     ) -> None:  # fmt: skip
         """Store items whose vectors were made for a plan; see HostedGallery.put.
 

@@ -67,21 +67,21 @@ class EncodedHit(NamedTuple):
     """Hold the encoded parts of one item's hit in one space.
 
     A hit begins with one of three heads. Distance and score follow, then `tail`, and after the head
-    `beyond_calibration` the field beyond_calibration.
+    `uncalibrated_head` the field beyond_calibration.
 
     Attributes:
-        scored: head of a hit with a score.
-        plain: head of a hit without a score.
+        scored_head: head of a hit with a score.
+        unscored_head: head of a hit without a score.
         tail: release, origin and metadata.
         origin: the origin in the protocol's values.
-        beyond_calibration: head of a hit whose distance is beyond the calibration.
+        uncalibrated_head: head of a hit whose distance is beyond the calibration.
     """
 
-    scored: bytes
-    plain: bytes
+    scored_head: bytes
+    unscored_head: bytes
     tail: bytes
     origin: types.Origin
-    beyond_calibration: bytes
+    uncalibrated_head: bytes
 
 
 def encode_hit(item: StoredItem, release: int) -> EncodedHit | None:
@@ -138,13 +138,13 @@ def encode_hits(
     parts: list[bytes] = []
     for hit, distance, score in zip(hits, distances, scores, strict=True):
         if score is None:
-            parts += (hit.plain, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.tail)
+            parts += (hit.unscored_head, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.tail)
         else:
             values = _DISTANCE_AND_SCORE.pack(_DISTANCE_TAG, distance, _SCORE_TAG, score.value)
             if score.beyond_calibration:
-                parts += (hit.beyond_calibration, values, hit.tail, _BEYOND_FIELD)
+                parts += (hit.uncalibrated_head, values, hit.tail, _BEYOND_FIELD)
             else:
-                parts += (hit.scored, values, hit.tail)
+                parts += (hit.scored_head, values, hit.tail)
     return b"".join(parts)
 
 
@@ -339,9 +339,9 @@ class HostedInFile(HostedGallery):
         self._views_lock = threading.Lock()
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
-        self.origins = OriginCache(store)
+        self.origin_cache = OriginCache(store)
         self._remainder: tuple[Snapshot, Snapshot, Snapshot] | None = None
-        self.ready: dict[str, Any] = {}  # by space, prepared by ReceiverSearch
+        self.prepared_searches: dict[str, Any] = {}  # by space, prepared by ReceiverSearch
         super().__init__(name, folder, store, FilterEngine(store))
 
     def check_complete(self) -> None:
@@ -530,7 +530,7 @@ class HostedInFile(HostedGallery):
             IncompatibleSpaceError: the gallery has lost the space before its origins were read.
         """
         mask = None if matches is None else matches.mask
-        migrated = self.origins.migrated_labels(part, snapshot)
+        migrated = self.origin_cache.migrated_labels(part, snapshot)
         if migrated is None or part.distance_scale is None:
             return snapshot.search(queries, k, mask, ef)
         return search_by_origin(
@@ -652,12 +652,12 @@ class HostedInFile(HostedGallery):
             self._views = {space: view for space, view in self._views.items() if space in searched}
         for view in unused:
             view.close()
-        self.origins.retain(searched)
+        self.origin_cache.retain(searched)
         with self._lock:
             self._items = {
                 space: cache for space, cache in self._items.items() if space in searched
             }
-            self.ready = {}
+            self.prepared_searches = {}
 
     def drop_space(self, space: str) -> None:
         """Delete a space that no plan uses, with its vectors and its index file.
@@ -684,7 +684,7 @@ class HostedInFile(HostedGallery):
                 stays open and follows commits, and `close` may be called again.
         """
         super().close()
-        self.origins.retain(())
+        self.origin_cache.retain(())
         views, self._views = self._views, {}
         for view in views.values():
             view.close()

@@ -144,13 +144,13 @@ class IndexMaintenance:
     def _look_after(self, hosted: HostedInFile) -> None:
         """Do all the work of one gallery, on a thread of the pool."""
         try:
-            if hosted.users.enter():
+            if hosted.use_counter.enter():
                 try:
                     with self._isolate(hosted), contextlib.suppress(_StoppedError):
                         for work in self._pending_work(hosted):
                             work()
                 finally:
-                    hosted.users.leave()
+                    hosted.use_counter.leave()
         finally:
             self._busy.discard(hosted)
 

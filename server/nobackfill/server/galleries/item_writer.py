@@ -28,7 +28,7 @@ from nobackfill.server.embedding.embedding import (
     decode_cost_error,
     fit_decode_budget,
 )
-from nobackfill.server.galleries.hosted import Allowance, GalleryRegistry, HostedGallery
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery, ItemQuota
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Principal
@@ -134,7 +134,7 @@ class ItemWriter:
         self._catch_up = catch_up
 
     def put(
-        self, hosted: HostedGallery, items: Sequence[NewItem], allowance: Allowance | None = None
+        self, hosted: HostedGallery, items: Sequence[NewItem], allowance: ItemQuota | None = None
     ) -> PutOutcome:
         """Store the items that can be stored; returns once they are durable.
 
@@ -189,7 +189,7 @@ class ItemWriter:
         self,
         hosted: HostedGallery,
         items: Sequence[NewItem],
-        allowance: Allowance | None,
+        allowance: ItemQuota | None,
         outcome: PutOutcome,
     ) -> bool:
         """Make vectors for the present plan, and store them; False if the plan changed
@@ -354,7 +354,7 @@ def _image_models(plan: Plan) -> list[Manifest]:
 
 
 def _store(
-    hosted: HostedGallery, plan: Plan, group: Sequence[_ReadyPut], allowance: Allowance | None
+    hosted: HostedGallery, plan: Plan, group: Sequence[_ReadyPut], allowance: ItemQuota | None
 ) -> None:
     vectors = [
         NewVectors(
@@ -420,12 +420,12 @@ class TokenQuotas:
 
     def __init__(self, galleries: GalleryRegistry) -> None:
         self._galleries = galleries
-        self._quotas: dict[Allowance, _Quota] = {}
+        self._quotas: dict[ItemQuota, _Quota] = {}
 
     @contextmanager
     def reserve(
         self, principal: Principal, gallery: str, ids: Collection[str]
-    ) -> Iterator[Allowance | None]:
+    ) -> Iterator[ItemQuota | None]:
         """Reserve room for items during a block that puts them.
 
         Puts of one token wait for each other only while the room is uncertain, at most until the
@@ -452,11 +452,11 @@ class TokenQuotas:
             CannotWriteError: a gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        names, limit = principal.galleries, principal.items
+        names, limit = principal.galleries, principal.max_items
         if names is None or limit is None:
             yield None
             return
-        allowance = Allowance(names, limit)
+        allowance = ItemQuota(names, limit)
         quota = self._quotas.setdefault(allowance, _Quota(self._galleries, allowance))
         with quota.reserve(gallery, set(ids)):
             yield allowance if quota.is_near else None
@@ -465,7 +465,7 @@ class TokenQuotas:
 class _Quota:
     """Count the items of a token's galleries now and then, and add what is put here in between."""
 
-    def __init__(self, galleries: GalleryRegistry, allowance: Allowance) -> None:
+    def __init__(self, galleries: GalleryRegistry, allowance: ItemQuota) -> None:
         self._galleries, self._allowance = galleries, allowance
         self._turn = threading.Condition()
         self._count, self._count_time = 0, float("-inf")
@@ -475,7 +475,7 @@ class _Quota:
     @property
     def is_near(self) -> bool:
         """Whether so little room is left that an earlier count is not reliable."""
-        return self._allowance.items - self._count < _SAFE_MARGIN
+        return self._allowance.max_items - self._count < _SAFE_MARGIN
 
     @contextmanager
     def reserve(self, gallery: str, ids: set[str]) -> Iterator[None]:
@@ -501,7 +501,7 @@ class _Quota:
             is_old = time.monotonic() - self._count_time > _COUNT_SECONDS
             if is_old or self.is_near:
                 self._update()
-            if self._count + self._reserved + len(ids) <= self._allowance.items:
+            if self._count + self._reserved + len(ids) <= self._allowance.max_items:
                 return len(ids)
             if not self._reserved:
                 return self._admit_new(gallery, ids)

@@ -32,7 +32,7 @@ class PlanPart:
         space: id of the space of the stored vectors.
         release: the release that made these vectors.
         query_manifest: manifest of the release that makes the queries.
-        origin: origin of every hit, direct or old-model; None if each item has its own.
+        fixed_origin: origin of every hit, direct or old-model; None if each item has its own.
         score_curves: by origin of a vector, the calibration from distance to score.
         distance_scale: how distances of migrated vectors compare with those of native ones; None if
             they compare as they are.
@@ -42,7 +42,7 @@ class PlanPart:
     space: str
     release: int
     query_manifest: Manifest
-    origin: Origin | None
+    fixed_origin: Origin | None
     score_curves: Mapping[Origin, Scorer]
     distance_scale: DistanceScale | None = None
     adapter: QueryAdapter | None = None
@@ -129,20 +129,20 @@ class SearchRequest:
     Attributes:
         queries: the queries.
         k: most hits for each query.
-        filtered: only items that pass this filter; None means all.
+        condition: only items that pass this filter; None means all.
         ef: width of the graph search, as in Index.search; 0 means the index's own.
         is_single: the call has one query, which may be batched with those of other calls.
         is_background: no caller waits; the query is not batched with others.
-        reembed: re-embed first hits if the gallery does so.
+        may_reembed: re-embed first hits if the gallery does so.
     """
 
     queries: tuple[Query, ...]
     k: int
-    filtered: Filter | None = None
+    condition: Filter | None = None
     ef: int = 0
     is_single: bool = False
     is_background: bool = False
-    reembed: bool = True
+    may_reembed: bool = True
 
 
 class Answerer(Protocol):
@@ -199,11 +199,11 @@ class RankFusion:
     """Hold what rank fusion of both models needs.
 
     Attributes:
-        part: the previous model's space.
+        old_part: the previous model's space.
         joint_distance: weights of the two models' distances.
     """
 
-    part: PlanPart
+    old_part: PlanPart
     joint_distance: JointDistance
 
 
@@ -218,7 +218,7 @@ class Plan:
         written_releases: releases that embed each image that is put, the active one first.
         accepted_spaces: spaces in which bare embeddings may be put.
         answerer_of: makes the answerer.
-        users: calls that use the plan.
+        use_counter: calls that use the plan.
         canary_part: the complete space of a canary's release; None without a canary.
         epoch: counts changes of the gallery in a shared database.
         reembedded_space: the space whose migrated vectors are re-embedded when queries find them;
@@ -233,7 +233,7 @@ class Plan:
     written_releases: tuple[Manifest, ...]
     accepted_spaces: frozenset[str]
     answerer_of: InitVar["AnswererOf"]
-    users: PlanUseCounter
+    use_counter: PlanUseCounter
     canary_part: PlanPart | None = None
     epoch: int = 0
     reembedded_space: str | None = None

@@ -102,14 +102,14 @@ class Principal:
         name: the token's name; vault blobs belong to it.
         role: the role.
         galleries: galleries that the role is for; None means all.
-        items: most items that these galleries may have in total, for puts of this caller; None
+        max_items: most items that these galleries may have in total, for puts of this caller; None
             means no limit.
     """
 
     name: str
     role: Role
     galleries: frozenset[str] | None = None
-    items: int | None = None
+    max_items: int | None = None
 
     def may_use(self, gallery: str) -> bool:
         """Tell whether the role is for a gallery, whether or not it exists; True for a role without
@@ -520,8 +520,8 @@ class Call:
     Attributes:
         principal: the caller.
         deadline: on the monotonic clock, in seconds.
-        active: tells whether the caller still waits.
-        key: assigns the call in a canary: its `x-session`, else its token's name, else
+        is_active: tells whether the caller still waits.
+        canary_key: assigns the call in a canary: its `x-session`, else its token's name, else
             `request_id`.
         request_id: id of the request.
         trace: records its parts; None without traces.
@@ -529,8 +529,8 @@ class Call:
 
     principal: Principal
     deadline: float
-    active: Callable[[], bool] = _always
-    key: str = ""
+    is_active: Callable[[], bool] = _always
+    canary_key: str = ""
     request_id: str = ""
     trace: CallTrace | None = None
 
@@ -547,7 +547,7 @@ class Call:
             CancelledError: the caller has cancelled it, or its stream was asked to end.
         """
         self.remaining()
-        if not self.active():
+        if not self.is_active():
             raise CancelledError("the caller has cancelled the call")
 
     def remaining(self) -> float:

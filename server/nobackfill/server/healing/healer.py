@@ -34,17 +34,17 @@ class HealingProgress:
     """Report how far a gallery is re-embedded.
 
     Attributes:
-        items: items of the gallery.
-        migrated: migrated items that are not re-embedded; None if not known yet.
-        today: items begun today by all gateways, without failed ones.
-        a_day: most items a day.
+        item_count: items of the gallery.
+        migrated_count: migrated items that are not re-embedded; None if not known yet.
+        begun_today: items begun today by all gateways, without failed ones.
+        daily_limit: most items a day.
         cost: work of this process alone.
     """
 
-    items: int
-    migrated: int | None
-    today: int
-    a_day: int
+    item_count: int
+    migrated_count: int | None
+    begun_today: int
+    daily_limit: int
     cost: EmbeddingCost
 
 
@@ -264,14 +264,14 @@ class Healer(Reembedding[int]):
                     f"the source has no original of {len(missing)} items that are to be re-embedded"
                 )
             )
-        if not originals or not self._hosted.users.enter():
+        if not originals or not self._hosted.use_counter.enter():
             return ()
         try:
             with self._hosted.use_plan() as plan:
                 # The space may be about to be deleted.
                 return self._write(originals) if plan.reembedded_space == self.space else ()
         finally:
-            self._hosted.users.leave()
+            self._hosted.use_counter.leave()
 
     def _write(self, originals: Mapping[int, str | bytes]) -> Collection[int]:
         items = self._hosted.store.items(list(originals), self.space)

@@ -174,7 +174,7 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
                 0,
                 len(order),
                 items,
-                exact_distances=hosted.exact,
+                exact_distances=hosted.exact_distances,
                 by_score=True,
             )
         )
@@ -217,9 +217,9 @@ class HealingSeries(Collector):
             "Items of galleries with a source: carried by an upgrade, or embedded by the release.",
             labels=["origin"],
         )
-        migrated = sum(report.migrated or 0 for report in reports)
+        migrated = sum(report.migrated_count or 0 for report in reports)
         items.add_metric(["carried"], migrated)
-        items.add_metric(["native"], sum(report.items for report in reports) - migrated)
+        items.add_metric(["native"], sum(report.item_count for report in reports) - migrated)
         yield items
         hits = CounterMetricFamily(
             "nobackfill_healing_hits",
@@ -247,7 +247,7 @@ class HealingSeries(Collector):
         )  # fmt: skip
         yield GaugeMetricFamily(
             "nobackfill_healing_budget_left", "Items left in today's budgets.",
-            value=sum(max(0, report.a_day - report.today) for report in reports),
+            value=sum(max(0, report.daily_limit - report.begun_today) for report in reports),
         )  # fmt: skip
 
 
@@ -308,12 +308,12 @@ class HealingAnswerer:
         to_heal = [
             question
             for question in valid_queries(questions)
-            if request.reembed and self._heals(hosted, question)
+            if request.may_reembed and self._heals(hosted, question)
         ]
         if to_heal:
             with context.trace_part("search"):
                 results = self._healing.answer_queries(
-                    to_heal, matching_items(hosted, request.filtered)
+                    to_heal, matching_items(hosted, request.condition)
                 )
             answers.update(zip(to_heal, results, strict=True))
         others = [question for question in valid_queries(questions) if question not in answers]

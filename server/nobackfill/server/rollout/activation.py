@@ -185,8 +185,8 @@ def record_failure(
                 lambda: state.transact(lambda: state.revise(failed), lead), cancel_event
             )
         with lock_writes(galleries):
-            old = parts.serving.replan_all()
-        parts.serving.retire_plans(old)
+            old = parts.plan_manager.replan_all()
+        parts.plan_manager.retire_plans(old)
 
 
 def _record_failure(record: Callable[[], object], cancelled: threading.Event | None) -> None:
@@ -250,7 +250,7 @@ def end_jobs(parts: RolloutParts, phase: Phase, message: str) -> None:
     """
     for hosted in parts.galleries.all():
         why = str(hosted.state_value(NOTE) or "") if phase is Phase.DONE else message
-        parts.upgrading.fail_job(hosted.name, why)
+        parts.upgrades.fail_job(hosted.name, why)
 
 
 class Activations:
@@ -593,7 +593,7 @@ class Activations:
         """
         run, record = self.current_run(), self._parts.state.current.activation
         if run is not None:
-            return run.record.release
+            return run.activation.release
         return record.release if record is not None and self._parts.state.shared else None
 
     @contextmanager
@@ -685,7 +685,7 @@ class Activations:
             BusyError: an activation is under way.
         """
         run, release = self.current_run(), self.activating_release()
-        waits = during_canary and run is not None and run.waiting
+        waits = during_canary and run is not None and run.is_canary_waiting
         if release is not None and not waits:
             raise BusyError(
                 f"cannot {action} while release {release} is being activated; try again when the "
@@ -695,7 +695,7 @@ class Activations:
     def _launch(self, record: Activation, lead: Leadership) -> RolloutRun:
         for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
-                self._parts.upgrading.expect_upgrade(hosted, record.release)
+                self._parts.upgrades.expect_upgrade(hosted, record.release)
         run = self._run = RolloutRun(record, lead, self._work)
         try:
             run.start()
@@ -711,16 +711,16 @@ class Activations:
         with error_boundary(self._parts.metrics, "activation"):
             began = time.monotonic()
             phase, message = self._roll_out(run)
-            if not run.cancelled.is_set():
+            if not run.cancel_event.is_set():
                 seconds = self._parts.metrics.swap_seconds.labels(phase.value)
                 seconds.observe(time.monotonic() - began)
         with error_boundary(self._parts.metrics, "activation"):
-            state, ended = self._parts.state, not run.cancelled.is_set()
+            state, ended = self._parts.state, not run.cancel_event.is_set()
             # If another gateway continues the activation, its jobs go on.
             if ended or not state.shared or state.current.activation is None:
                 end_jobs(self._parts, phase, message)
         self._parts.metrics.upgrade_ratio.set(0)
-        if run.record.canary is not None:
+        if run.activation.canary is not None:
             self._parts.canaries.end_comparison(CanaryState.ENDED, message)
         return phase, message
 
@@ -735,7 +735,7 @@ class Activations:
         while True:
             try:
                 Rollout(run, self._parts).run()
-                state.transact(lambda: state.change(activation=None), run.lead)
+                state.transact(lambda: state.change(activation=None), run.leadership)
                 return
             except (BusyError, UnavailableError) as error:
                 end = min(end, time.monotonic() + _RETRY_SECONDS)
@@ -746,7 +746,7 @@ class Activations:
                     "step",
                     error=str(error),
                 )
-            run.cancelled.wait(_RETRY_PAUSE_SECONDS)
+            run.cancel_event.wait(_RETRY_PAUSE_SECONDS)
             run.raise_if_cancelled()
 
     def _roll_out(self, run: RolloutRun) -> tuple[Phase, str]:
@@ -755,7 +755,7 @@ class Activations:
         Returns:
             DONE or FAILED, and a sentence for operators.
         """
-        release = run.record.release
+        release = run.activation.release
         try:
             lower_thread_priority()
             self._run_with_retries(run)
@@ -763,22 +763,22 @@ class Activations:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
-            record_failure(self._parts, release, str(error), run.lead, run.cancelled)
+            record_failure(self._parts, release, str(error), run.leadership, run.cancel_event)
             if isinstance(error, VerificationError):
                 # The models failed: delete the vectors that they made, so that no later try uses
                 # them.
-                self._parts.serving.drop_unused_spaces([release])
+                self._parts.plan_manager.drop_unused_spaces([release])
             return Phase.FAILED, str(error)
         except Exception as error:
             reason = f"unexpected {type(error).__name__}; the gateway's log has the traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
             self._parts.metrics.unforeseen.labels("activation").inc()
-            record_failure(self._parts, release, reason, run.lead, run.cancelled)
+            record_failure(self._parts, release, reason, run.leadership, run.cancel_event)
             return Phase.FAILED, reason
-        run.lead.close()
+        run.leadership.close()
         # The release is active from here on; the rest only frees what the old one used.
         with error_boundary(self._parts.metrics, "activation"):
-            self._parts.serving.retire_plans(self._parts.serving.replan_all())
+            self._parts.plan_manager.retire_plans(self._parts.plan_manager.replan_all())
         reasons = lagging_galleries(self._parts)
         lagging = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         log.info("activated", release=release, behind=lagging)
@@ -888,7 +888,7 @@ class FirstActivation:
                 # A release that fails is not retried; the next one that is published is tried.
                 with error_boundary(self._metrics, "first"):
                     attempted = newest if self._activate(newest) else None
-            version = self._catalog.changes.wait_for_change(version, 0.5)
+            version = self._catalog.change_counter.wait_for_change(version, 0.5)
 
     def _activate(self, release: int) -> bool:
         """Activate a release.

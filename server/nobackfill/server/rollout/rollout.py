@@ -71,15 +71,15 @@ class RolloutEvent:
 
     Attributes:
         phase: the phase it is in.
-        complete: items upgraded.
-        total: items to upgrade; 0 outside of upgrades.
+        upgraded_item_count: items upgraded.
+        item_count: items to upgrade; 0 outside of upgrades.
         message: a sentence for operators; may be empty.
         time: Unix time of the report.
     """
 
     phase: Phase
-    complete: int
-    total: int
+    upgraded_item_count: int
+    item_count: int
     message: str
     time: float
 
@@ -101,16 +101,16 @@ class RolloutRun:
             work: the activation itself, called with this object; it returns DONE or FAILED, and a
                 message. If it raises, FAILED is reported.
         """
-        self.record = record
-        self.lead = lead
+        self.activation = record
+        self.leadership = lead
         self._work = work
-        self.cancelled = threading.Event()
+        self.cancel_event = threading.Event()
         self._condition = threading.Condition()
         self._events: list[RolloutEvent] = []
         self._thread = threading.Thread(target=self._run_work, name="activation")
         self._ended = False
         # True while its canary waits for queries: galleries may then be created and deleted.
-        self.waiting = False
+        self.is_canary_waiting = False
 
     def start(self) -> None:
         """Start the thread.
@@ -142,7 +142,7 @@ class RolloutRun:
         Raises:
             RuntimeError: the thread was not started, or is the caller's own.
         """
-        self.cancelled.set()
+        self.cancel_event.set()
         self._thread.join()
 
     def raise_if_cancelled(self) -> None:
@@ -153,9 +153,9 @@ class RolloutRun:
         Raises:
             RolloutCancelledError: it was cancelled.
         """
-        if self.cancelled.is_set():
+        if self.cancel_event.is_set():
             raise RolloutCancelledError(
-                f"the activation of release {self.record.release} was cancelled"
+                f"the activation of release {self.activation.release} was cancelled"
             )
 
     def end(self, phase: Phase, message: str) -> None:
@@ -215,7 +215,7 @@ class RolloutRun:
         try:
             phase, message = self._work(self)
         finally:
-            self.lead.close()
+            self.leadership.close()
             self.end(phase, message)
 
     def _wait(self, previous_events: list[RolloutEvent]) -> list[RolloutEvent]:
@@ -277,8 +277,8 @@ class RolloutParts:
         catalog: published releases.
         state: the gateway's state.
         galleries: the open galleries.
-        upgrading: runs upgrades of galleries.
-        serving: makes plans.
+        upgrades: runs upgrades of galleries.
+        plan_manager: makes plans.
         canaries: compares both releases during a canary.
         metrics: the gateway's metrics.
     """
@@ -287,8 +287,8 @@ class RolloutParts:
     catalog: Catalog
     state: GatewayState
     galleries: GalleryRegistry
-    upgrading: GalleryUpgrades
-    serving: PlanManager
+    upgrades: GalleryUpgrades
+    plan_manager: PlanManager
     canaries: Canaries
     metrics: Metrics
 
@@ -301,7 +301,7 @@ class Rollout:
 
     def __init__(self, run: RolloutRun, parts: RolloutParts) -> None:
         self._run = run
-        self._record = run.record
+        self._record = run.activation
         self._parts = parts
         self._done = 0
         self._total = 0
@@ -358,7 +358,7 @@ class Rollout:
         self._run.add_event(Phase.VERIFYING)
         catalog.refresh()
         manifest = catalog.manifest(number)
-        reason = catalog.releases[number]
+        reason = catalog.withdrawal_by_release[number]
         if reason is not None:
             raise PreconditionError(
                 f"release {number} was withdrawn by its publisher ({reason}); activate another "
@@ -372,7 +372,7 @@ class Rollout:
             )
         folder = catalog.verify_files(number)
         sources = {hosted.active_spec().release for hosted in self._parts.galleries.all()}
-        self._parts.upgrading.trials.try_release_models(
+        self._parts.upgrades.trials.try_release_models(
             manifest, sources, self._run.raise_if_cancelled
         )
         return folder, manifest
@@ -386,7 +386,7 @@ class Rollout:
         if not models.is_ready():
             self._run.add_event(Phase.LOADING, message="waiting for the model server")
         while not models.is_ready():
-            self._run.cancelled.wait(0.2)
+            self._run.cancel_event.wait(0.2)
             self._run.raise_if_cancelled()
         models.load(manifest)
 
@@ -424,7 +424,7 @@ class Rollout:
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
             if (
-                self._parts.upgrading.best_route(hosted, manifest.release, is_direct=is_direct)
+                self._parts.upgrades.best_route(hosted, manifest.release, is_direct=is_direct)
                 is not None
             ):
                 movable.append(hosted)
@@ -454,7 +454,7 @@ class Rollout:
                 hosted.prepare_space(manifest.space)
             with hosted.write_lock.exclusive():
                 self._transact(partial(self._begin, hosted, manifest))
-                self._parts.serving.replan_gallery(hosted)
+                self._parts.plan_manager.replan_gallery(hosted)
 
     def _begin(self, hosted: HostedGallery, manifest: Manifest) -> None:
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
@@ -485,7 +485,7 @@ class Rollout:
         Returns:
             True if every item has a vector in the new space; else the gallery gets a note.
         """
-        if self._parts.upgrading.best_route(hosted, manifest.release) is None:
+        if self._parts.upgrades.best_route(hosted, manifest.release) is None:
             hosted.store_state(
                 {NOTE: "searched directly: no upgrade was published for its release"}
             )
@@ -496,9 +496,9 @@ class Rollout:
         if missing:
             note = _missing_note(missing, hosted)
             hosted.store_state({NOTE: note})
-            self._parts.upgrading.finish_job(hosted.name, JobState.FAILED, note)
+            self._parts.upgrades.finish_job(hosted.name, JobState.FAILED, note)
             return False
-        self._parts.upgrading.finish_job(hosted.name, JobState.INDEXING)
+        self._parts.upgrades.finish_job(hosted.name, JobState.INDEXING)
         hosted.build_first_index(manifest.space, self._run.raise_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
@@ -517,13 +517,17 @@ class Rollout:
             self._run.add_event(Phase.UPGRADING, already_done + complete, self._total)
 
         while True:
-            outcome = self._parts.upgrading.run_upgrade(
-                hosted, manifest, self._record.spare_cores, self._run.cancelled.is_set, on_progress
+            outcome = self._parts.upgrades.run_upgrade(
+                hosted,
+                manifest,
+                self._record.spare_cores,
+                self._run.cancel_event.is_set,
+                on_progress,
             )
             self._run.raise_if_cancelled()
             if not outcome.stopped:
                 return outcome.left_behind
-            self._parts.upgrading.wait_while_paused(hosted.name, self._run.cancelled.is_set)
+            self._parts.upgrades.wait_while_paused(hosted.name, self._run.cancel_event.is_set)
 
     def _switch_queries(self, manifest: Manifest) -> None:
         """Let the new release answer from now on, in galleries that live in two spaces (direct and
@@ -531,8 +535,8 @@ class Rollout:
         """
         self._run.add_event(Phase.SWITCHING)
         seconds = self._record.old_space_seconds
-        self._transact(lambda: self._parts.serving.record_activation(manifest, seconds))
-        self._parts.serving.replan_all()
+        self._transact(lambda: self._parts.plan_manager.record_activation(manifest, seconds))
+        self._parts.plan_manager.replan_all()
 
     def _start_canary(self, upgraded: list[HostedGallery], manifest: Manifest) -> None:
         """Start the canary: a share of the queries is answered in the new space of these
@@ -541,9 +545,9 @@ class Rollout:
         for hosted in upgraded:
             with hosted.write_lock.exclusive():
                 hosted.store_state({ROLLOUT: CANARY_KEY})
-                self._parts.serving.replan_gallery(hosted)
+                self._parts.plan_manager.replan_gallery(hosted)
             note = f"release {manifest.release} runs as a canary; it is not active yet"
-            self._parts.upgrading.finish_job(hosted.name, JobState.DONE, note)
+            self._parts.upgrades.finish_job(hosted.name, JobState.DONE, note)
 
     def _wait_for_promotion(self) -> None:
         """Move the canary from step to step until its release is promoted.
@@ -557,7 +561,7 @@ class Rollout:
         """
         run, canaries, release = self._run, self._parts.canaries, self._record.release
         step, began = None, time.monotonic()
-        run.waiting = True
+        run.is_canary_waiting = True
         try:
             while True:
                 run.raise_if_cancelled()
@@ -579,16 +583,16 @@ class Rollout:
                     run.add_event(Phase.CANARY, message=describe_share(canary, release))
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
                     self._transact(self._next_canary_step)
-                run.cancelled.wait(_CANARY_EVERY_S)
+                run.cancel_event.wait(_CANARY_EVERY_S)
         finally:
-            run.waiting = False
+            run.is_canary_waiting = False
 
     def _next_canary_step(self) -> None:
         has_answered = self._parts.canaries.has_answered(self._record.release)
         self._parts.state.revise(lambda state: _next_step(state, has_answered=has_answered))
 
     def _judge_canary(self) -> None:
-        withdrawn = self._parts.catalog.releases.get(self._record.release)
+        withdrawn = self._parts.catalog.withdrawal_by_release.get(self._record.release)
         reason = self._parts.canaries.stop_reason()
         if withdrawn is not None:
             reason = f"the release was withdrawn: {withdrawn}"
@@ -619,7 +623,7 @@ class Rollout:
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
-                self._parts.serving.record_activation(manifest, self._record.old_space_seconds)
+                self._parts.plan_manager.record_activation(manifest, self._record.old_space_seconds)
             return flipped
 
         with ExitStack() as locks:
@@ -627,12 +631,12 @@ class Rollout:
                 locks.enter_context(hosted.write_lock.exclusive())
             flipped = self._transact(switch)
             if active:
-                old = self._parts.serving.replan_all()
+                old = self._parts.plan_manager.replan_all()
             else:
-                old = [self._parts.serving.replan_gallery(hosted) for hosted in flipped]
+                old = [self._parts.plan_manager.replan_gallery(hosted) for hosted in flipped]
             for hosted in flipped:
-                self._parts.upgrading.finish_job(hosted.name, JobState.DONE)
-        self._parts.serving.retire_plans(old)
+                self._parts.upgrades.finish_job(hosted.name, JobState.DONE)
+        self._parts.plan_manager.retire_plans(old)
 
     def _is_complete(self, hosted: HostedGallery, manifest: Manifest) -> bool:
         """Upgrade a gallery's last items, and tell whether its new space is complete.
@@ -645,8 +649,8 @@ class Rollout:
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
         if hosted.store.count_left_behind(manifest.space):
             # Run here, within this thread's transaction.
-            should_stop = self._run.cancelled.is_set
-            self._parts.upgrading.run_upgrade(
+            should_stop = self._run.cancel_event.is_set
+            self._parts.upgrades.run_upgrade(
                 hosted, manifest, 0.0, should_stop, in_this_thread=True
             )
             self._run.raise_if_cancelled()
@@ -657,7 +661,7 @@ class Rollout:
 
     def _transact(self, work: Callable[[], Result]) -> Result:
         """Run work that all gateways see at once, or not at all if this one has lost the lead."""
-        return self._parts.state.transact(work, self._run.lead)
+        return self._parts.state.transact(work, self._run.leadership)
 
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:

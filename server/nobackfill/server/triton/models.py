@@ -185,7 +185,7 @@ class RestartBackoff:
     """Remember when Triton was started, and whether it has answered since."""
 
     def __init__(self) -> None:
-        self.began = 0.0
+        self.started_at = 0.0
         self.has_answered = False
         self._failures = 0
 
@@ -522,7 +522,7 @@ class TritonModels:
 
     def _start_process(self, process: TritonProcess) -> None:
         self._set_up(False)
-        if self._starts.began:
+        if self._starts.started_at:
             log.error(
                 "the model server (Triton) has ended, and is started again", log=process.log_tail()
             )
@@ -540,7 +540,7 @@ class TritonModels:
             # A new Triton loads only the needed models.
             self._leftover.clear()
         self._misses.clear()
-        self._starts.began = time.monotonic()
+        self._starts.started_at = time.monotonic()
 
     def _embeds(self) -> bool:
         """Load the needed models again if Triton was away; tell whether the model with the oldest
@@ -586,7 +586,7 @@ class TritonModels:
         if self._starts.has_answered:
             is_hanging = self._misses.is_hung
         else:
-            is_hanging = time.monotonic() - self._starts.began > _START_S
+            is_hanging = time.monotonic() - self._starts.started_at > _START_S
         if is_hanging:
             log.error(
                 "the model server (Triton) does not answer, and is killed and started again",

@@ -26,20 +26,20 @@ class Subgroup:
 
     Attributes:
         value: the value.
-        items: items that have it.
-        re_embedded: items among them that were re-embedded.
-        probes: items among them that were used as queries.
+        item_count: items that have it.
+        re_embedded_count: items among them that were re-embedded.
+        probe_count: items among them that were used as queries.
         cmc1: share of probes whose nearest other item has the value, 0 to 1; None without a probe.
-        cmc1_before: `cmc1` in the previous release's space; None without such a space, a probe, or
-            once queries of that space have ended.
+        old_space_cmc1: `cmc1` in the previous release's space; None without such a space, a probe,
+            or once queries of that space have ended.
     """
 
     value: MetadataValue
-    items: int
-    re_embedded: int
-    probes: int
+    item_count: int
+    re_embedded_count: int
+    probe_count: int
     cmc1: float | None
-    cmc1_before: float | None
+    old_space_cmc1: float | None
 
 
 # An item's vectors as bytes, by space.

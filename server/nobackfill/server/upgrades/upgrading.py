@@ -172,20 +172,20 @@ class UpgradeCost:
     """Estimate an upgrade.
 
     Attributes:
-        items: items to upgrade.
-        seconds: time until the new space answers.
+        item_count: items to upgrade.
+        upgrade_seconds: time until the new space answers.
         index_seconds: further time until it has a graph of its own, built in the background.
-        bytes: bytes added on disk, for vectors and index.
+        disk_bytes: bytes added on disk, for vectors and index.
         memory_bytes: largest memory beyond the present use.
-        left_behind: items that the upgrade cannot move.
+        left_behind_count: items that the upgrade cannot move.
     """
 
-    items: int = 0
-    seconds: float = 0.0
+    item_count: int = 0
+    upgrade_seconds: float = 0.0
     index_seconds: float = 0.0
-    bytes: int = 0
+    disk_bytes: int = 0
     memory_bytes: int = 0
-    left_behind: int = 0
+    left_behind_count: int = 0
 
 
 def estimate_cost(
@@ -233,14 +233,17 @@ def estimate_cost(
     upgrading = estimate.seconds + measuring * min(chunks, MEASUREMENTS)
     inherited, built = _index_seconds(hosted, target, count)
     return UpgradeCost(
-        items=estimate.items,
-        seconds=opening + upgrading * (1 + throttle.pause_per_second) + measuring + inherited,
+        item_count=estimate.items,
+        upgrade_seconds=opening
+        + upgrading * (1 + throttle.pause_per_second)
+        + measuring
+        + inherited,
         index_seconds=built,
         # An index file has links only.
-        bytes=estimate.bytes + links,
+        disk_bytes=estimate.bytes + links,
         # Graphs hold the vectors: the inherited one, and the next one while it is built.
         memory_bytes=(2 * (vectors + links) if links else vectors) * is_file,
-        left_behind=estimate.left_behind,
+        left_behind_count=estimate.left_behind,
     )
 
 
@@ -335,7 +338,7 @@ _SAVE_SECONDS = 0.5
 
 
 class GalleryUpgrades:
-    """Run the upgrades of all galleries; `changes` is notified at every chunk."""
+    """Run the upgrades of all galleries; `change_counter` is notified at every chunk."""
 
     def __init__(
         self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
@@ -361,7 +364,7 @@ class GalleryUpgrades:
         # For each gallery, the state and time that were last saved for other gateways.
         self._saved: dict[str, tuple[JobState, float]] = {}
         self.trials = ModelTrials(catalog)
-        self.changes = ChangeCounter()
+        self.change_counter = ChangeCounter()
 
     def best_route(
         self, hosted: HostedGallery, target: int, *, is_direct: bool = False
@@ -604,7 +607,7 @@ class GalleryUpgrades:
         """Forget pauses of galleries that do not exist; called at the start, after an interrupted
         deletion.
 
-        Without such pauses it only notifies `changes`.
+        Without such pauses it only notifies `change_counter`.
 
         Args:
             galleries: names of existing galleries.
@@ -636,7 +639,7 @@ class GalleryUpgrades:
             self._state.save_job(gallery, None)
         if galleries & set(self._state.current.paused):
             self._unpause(galleries)
-        self.changes.notify()
+        self.change_counter.notify()
 
     def _unpause(self, galleries: Collection[str]) -> None:
         self._state.revise(
@@ -655,7 +658,7 @@ class GalleryUpgrades:
         """
         version = -1
         while self.is_paused(gallery) and not should_stop():
-            version = self.changes.wait_for_change(version, 0.2)
+            version = self.change_counter.wait_for_change(version, 0.2)
 
     def job(self, gallery: str) -> Job | None:
         """Return the last upgrade job of a gallery; None if no job is known.
@@ -812,4 +815,4 @@ class GalleryUpgrades:
         if last is None or last[0] != job.state or time_now - last[1] > _SAVE_SECONDS:
             self._saved[job.gallery] = job.state, time_now
             self._state.save_job(job.gallery, job.to_json())
-        self.changes.notify()
+        self.change_counter.notify()

@@ -331,10 +331,10 @@ def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
     """
     cost = progress.cost
     message = upgrade_pb2.Healing(
-        items=progress.items,
-        carried=progress.migrated,
-        today=progress.today,
-        a_day=progress.a_day,
+        items=progress.item_count,
+        carried=progress.migrated_count,
+        today=progress.begun_today,
+        a_day=progress.daily_limit,
         embedded=cost.embedded,
         failed=cost.failed,
         bytes_read=cost.bytes,
@@ -725,9 +725,9 @@ def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
         items=hosted.count(),
         release=hosted.plan.query_manifest.release,
         note=str(hosted.state_value(NOTE) or ""),
-        exact_distances=hosted.exact,
+        exact_distances=hosted.exact_distances,
         both_models=bool(hosted.state_value(RANK_FUSION_KEY)),
-        both_with=hosted.plan.fusion.part.release if hosted.plan.fusion else 0,
+        both_with=hosted.plan.fusion.old_part.release if hosted.plan.fusion else 0,
     )
     if source := hosted.state_value(SOURCE_KEY):
         is_admin = current_call().principal.role is Role.ADMIN

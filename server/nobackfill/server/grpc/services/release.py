@@ -69,13 +69,13 @@ def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResp
         release=report.release,
         state=_STATES[report.state],
         message=report.message,
-        old_pair=_pair(report.old),
-        new_pair=_pair(report.new),
-        compared=report.compared,
-        overlap=report.overlap,
-        rank_correlation=report.rank_correlation,
-        skipped=report.skip_count,
-        evidence=report.evidence,
+        old_pair=_pair(report.old_pair),
+        new_pair=_pair(report.new_pair),
+        compared=report.compared_query_count,
+        overlap=report.mean_overlap,
+        rank_correlation=report.mean_rank_correlation,
+        skipped=report.skipped_query_count,
+        evidence=report.evidence_by_bound,
         stops_at=EVIDENCE_LIMIT,
     )
     if canary is not None and report.state is CanaryState.RUNNING:
@@ -94,15 +94,15 @@ def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResp
 
 def _pair(pair: PairReport) -> pb.CanaryPair:
     return pb.CanaryPair(
-        queries=pair.queries,
-        errors=pair.errors,
-        empty=pair.empty,
-        p50=pair.p50,
-        p99=pair.p99,
-        score=pair.score,
-        sessions=pair.sessions,
-        approved=pair.feedback["approved"],
-        rejected=pair.feedback["rejected"],
+        queries=pair.query_count,
+        errors=pair.error_count,
+        empty=pair.empty_answer_count,
+        p50=pair.p50_latency_s,
+        p99=pair.p99_latency_s,
+        score=pair.mean_score,
+        sessions=pair.session_count,
+        approved=pair.feedback_counts["approved"],
+        rejected=pair.feedback_counts["rejected"],
     )
 
 
@@ -225,10 +225,10 @@ class ReleaseService(ReleaseServiceServicer):
         Releases come by rising number, withdrawn ones included. None means that nothing is new; the
         server then looks again a little later.
         """
-        changed, version, last = self._catalog.changes, -1, None
+        changed, version, last = self._catalog.change_counter, -1, None
         while True:
-            if changed.count != version:
-                version = changed.count
+            if changed.change_count != version:
+                version = changed.change_count
                 response = pb.WatchReleasesResponse(releases=self._releases())
                 if response != last:
                     last = response
@@ -337,11 +337,15 @@ class ReleaseService(ReleaseServiceServicer):
             InvalidInputError: the release is not published here, the failure is unknown, or a
                 number is out of its range.
         """
-        count_report(request, self._metrics, is_published=request.release in self._catalog.releases)
+        count_report(
+            request,
+            self._metrics,
+            is_published=request.release in self._catalog.withdrawal_by_release,
+        )
         return pb.ReportSyncResponse()
 
     def _is_gone(self) -> bool:
-        return not current_call().active() or self._stopping.is_set()
+        return not current_call().is_active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
@@ -416,7 +420,7 @@ class ReleaseService(ReleaseServiceServicer):
         return [self._release(manifests[number]) for number in sorted(manifests)]
 
     def _release(self, manifest: Manifest) -> pb.Release:
-        withdrawn = self._catalog.releases.get(manifest.release)
+        withdrawn = self._catalog.withdrawal_by_release.get(manifest.release)
         state, reason = state_of(manifest.release, self._state.current, withdrawn)
         spaces = {m.space: m.release for m in self._catalog.manifests.values()}
         release = pb.Release(
@@ -468,7 +472,10 @@ def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.Relea
 
 def _response(event: RolloutEvent) -> pb.ActivateReleaseResponse:
     response = pb.ActivateReleaseResponse(
-        phase=_PHASES[event.phase], done=event.complete, total=event.total, message=event.message
+        phase=_PHASES[event.phase],
+        done=event.upgraded_item_count,
+        total=event.item_count,
+        message=event.message,
     )
     response.time.FromNanoseconds(int(event.time * 1e9))
     return response

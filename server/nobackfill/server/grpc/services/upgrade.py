@@ -62,14 +62,14 @@ class UpgradeService(UpgradeServiceServicer):
             request.gallery, request.release, spare_cores
         )
         response = pb.EstimateUpgradeResponse(
-            items=cost.items,
-            bytes=cost.bytes,
+            items=cost.item_count,
+            bytes=cost.disk_bytes,
             memory_bytes=cost.memory_bytes,
             route=route.releases or [request.release],
             expected_kept=route.retention or 0.0,
-            left_behind=cost.left_behind,
+            left_behind=cost.left_behind_count,
         )
-        response.duration.FromMilliseconds(int(cost.seconds * 1000))
+        response.duration.FromMilliseconds(int(cost.upgrade_seconds * 1000))
         response.index_duration.FromMilliseconds(int(cost.index_seconds * 1000))
         return response
 
@@ -200,17 +200,17 @@ def _spare_cores(share: float) -> float:
 
 
 def _quality(groups: Sequence[Subgroup]) -> pb.SubgroupQuality:
-    items = sum(group.items for group in groups)
+    items = sum(group.item_count for group in groups)
     quality = pb.SubgroupQuality(
-        re_embedded_share=sum(group.re_embedded for group in groups) / items
+        re_embedded_share=sum(group.re_embedded_count for group in groups) / items
     )
     for group in groups:
         message = quality.subgroups.add(
-            items=group.items,
-            re_embedded=group.re_embedded,
-            probes=group.probes,
+            items=group.item_count,
+            re_embedded=group.re_embedded_count,
+            probes=group.probe_count,
             cmc1=group.cmc1,
-            cmc1_before=group.cmc1_before,
+            cmc1_before=group.old_space_cmc1,
         )
         fill_value(group.value, message.value)
     return quality

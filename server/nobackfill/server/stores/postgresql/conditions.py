@@ -39,22 +39,22 @@ ConditionKind = TypeVar("ConditionKind", Range | TimeRange, OneOf)
 
 
 @dataclass(frozen=True)
-class Condition:
+class SqlCondition:
     """Hold a condition of SQL on a row `i` of items.
 
     Attributes:
-        text: the condition, with a placeholder for each value.
-        values: the values that it binds.
-        as_filter: the filter that it translates; None for the condition that all items fulfil.
+        sql: the condition, with a placeholder for each value.
+        parameters: the values that it binds.
+        source_filter: the filter that it translates; None for the condition that all items fulfil.
     """
 
-    text: str
-    values: tuple[Any, ...] = ()
-    as_filter: Filter | None = None
+    sql: str
+    parameters: tuple[Any, ...] = ()
+    source_filter: Filter | None = None
 
 
-ALWAYS_TRUE = Condition("TRUE")
-_NOTHING = Condition("FALSE")
+ALWAYS_TRUE = SqlCondition("TRUE")
+_NOTHING = SqlCondition("FALSE")
 
 
 def encode_facets(metadata: Metadata) -> str:
@@ -90,7 +90,7 @@ def _exact(number: int | float) -> str:
     return format(Decimal(number), "f")
 
 
-def sql_condition(filtered: Filter | None) -> Condition:
+def sql_condition(filtered: Filter | None) -> SqlCondition:
     """Translate a filter; None matches all items.
 
     A test of a key or text that PostgreSQL cannot store is true for no item.
@@ -107,13 +107,13 @@ def sql_condition(filtered: Filter | None) -> Condition:
         return ALWAYS_TRUE
     check_filter(filtered)
     condition = _of(filtered)
-    return condition if condition is ALWAYS_TRUE else replace(condition, as_filter=filtered)
+    return condition if condition is ALWAYS_TRUE else replace(condition, source_filter=filtered)
 
 
-def _of(filtered: Filter) -> Condition:
+def _of(filtered: Filter) -> SqlCondition:
     if isinstance(filtered, Not):
         inner = _of(filtered.excluded_filter)
-        return Condition(f"NOT ({inner.text})", inner.values)
+        return SqlCondition(f"NOT ({inner.sql})", inner.parameters)
     if isinstance(filtered, All):
         return _join(" AND ", _of_all(filtered.filters), ALWAYS_TRUE)
     if isinstance(filtered, AnyOf):
@@ -121,18 +121,18 @@ def _of(filtered: Filter) -> Condition:
     return _test(filtered) if is_storable_text(filtered.key) else _NOTHING
 
 
-def _of_all(parts: Sequence[Filter]) -> list[Condition]:
+def _of_all(parts: Sequence[Filter]) -> list[SqlCondition]:
     """Translate parts that must all match; ranges of one key are combined, and so are negations."""
     ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
     negated = tuple(part.excluded_filter for part in parts if isinstance(part, Not))
     others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | Not)]
     if negated:
         inner = _join(" OR ", _of_any(negated), _NOTHING)
-        others.append(Condition(f"NOT ({inner.text})", inner.values))
+        others.append(SqlCondition(f"NOT ({inner.sql})", inner.parameters))
     return [*others, *(_in_ranges(group, every=True) for group in ranges)]
 
 
-def _of_any(parts: Sequence[Filter]) -> list[Condition]:
+def _of_any(parts: Sequence[Filter]) -> list[SqlCondition]:
     """Translate parts of which one must match; ranges, and values, of one key are combined."""
     ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
     value_tests = _by_key(part for part in parts if isinstance(part, OneOf))
@@ -151,22 +151,22 @@ def _by_key(tests: Iterable[ConditionKind]) -> Iterable[list[ConditionKind]]:
     return groups.values()
 
 
-def _join(word: str, parts: Sequence[Condition], default: Condition) -> Condition:
+def _join(word: str, parts: Sequence[SqlCondition], default: SqlCondition) -> SqlCondition:
     if not parts:
         return default
-    text = word.join(f"({part.text})" for part in parts)
-    return Condition(text, tuple(value for part in parts for value in part.values))
+    text = word.join(f"({part.sql})" for part in parts)
+    return SqlCondition(text, tuple(value for part in parts for value in part.parameters))
 
 
-def _test(test: KeyTest) -> Condition:
+def _test(test: KeyTest) -> SqlCondition:
     if isinstance(test, OneOf):
         return _one_of(test)
     if isinstance(test, Exists):
-        return Condition("i.facets ? %s", (test.key,))
+        return SqlCondition("i.facets ? %s", (test.key,))
     return _in_ranges([test], every=True)
 
 
-def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition:
+def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> SqlCondition:
     """Make the condition that the item's key is in every range, or in one of them.
 
     PostgreSQL combines the ranges once for all rows; one by one, each row would take as many times
@@ -185,7 +185,7 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition
     # PostgreSQL 17 treats even NULL as within a range without bounds.
     first = f"({number} IS NOT NULL AND {number}::numeric <@ ({combined}))"
     if kind == "n":
-        return Condition(first, (key, key, *bounds))
+        return SqlCondition(first, (key, key, *bounds))
     # In a list, each range may hold another time.
     parts = ["%s::numrange"] * len(texts) if every else [combined]
     of_list = " AND ".join(
@@ -194,7 +194,7 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition
         for part in parts
     )
     values = [value for bound in bounds for value in (key, bound)]
-    return Condition(
+    return SqlCondition(
         f"({first} OR (i.facets -> %s -> 't' -> 1) IS NOT NULL AND {of_list})",
         (key, key, *bounds, key, *values),
     )
@@ -219,7 +219,7 @@ def _bounds_of(test: Range | TimeRange, names: Sequence[str]) -> list[tuple[str,
     return [(name, bound) for name in names if (bound := getattr(test, name)) is not None]
 
 
-def _one_of(test: OneOf) -> Condition:
+def _one_of(test: OneOf) -> SqlCondition:
     """Make the condition that a key has one of some values.
 
     Few values are searched in an index. Many are compared by a hash table; one by one, each row
@@ -238,7 +238,7 @@ def _one_of(test: OneOf) -> Condition:
     if numbers:
         number = "(i.facets -> %s -> 'n' -> 0)::numeric"
         text = f"({number} = ANY(%s::text[]::numeric[])) IS TRUE"
-        conditions.append(Condition(text, (test.key, numbers)))
+        conditions.append(SqlCondition(text, (test.key, numbers)))
     if texts:
         # All elements of a list are compared; most keys have one text.
         of_list = (
@@ -246,7 +246,7 @@ def _one_of(test: OneOf) -> Condition:
             " jsonb_array_elements_text(i.facets -> %s -> 's') e WHERE e.value = ANY(%s::text[]))"
         )
         text = f"((i.facets -> %s -> 's' ->> 0) = ANY(%s::text[]) OR {of_list}) IS TRUE"
-        conditions.append(Condition(text, (test.key, texts, test.key, test.key, texts)))
+        conditions.append(SqlCondition(text, (test.key, texts, test.key, test.key, texts)))
     return _join(" OR ", conditions, _NOTHING)
 
 
@@ -256,7 +256,7 @@ def _bound(bound: int | float) -> str:
     return _exact(bound)
 
 
-def _equals(key: str, value: Scalar) -> Condition:
+def _equals(key: str, value: Scalar) -> SqlCondition:
     if isinstance(value, bool):
         values: Mapping[str, str] = {"b": json.dumps(value)}
     elif isinstance(value, str):
@@ -269,4 +269,4 @@ def _equals(key: str, value: Scalar) -> Condition:
         values = {"n": _exact(value)}
     ((kind, text),) = values.items()
     name = json.dumps(key, ensure_ascii=False)
-    return Condition("i.facets @> %s::jsonb", (f'{{{name}:{{"{kind}":[{text}]}}}}',))
+    return SqlCondition("i.facets @> %s::jsonb", (f'{{{name}:{{"{kind}":[{text}]}}}}',))

@@ -236,7 +236,7 @@ _FORGET = b"DELETE FROM nobackfill.commits WHERE at < now() - interval '1 day'"
 class TransactionMark:
     """Identify a transaction: by its number, valid until the server crashes, and by its mark."""
 
-    number: str
+    transaction_id: str
     mark: UUID
 
 
@@ -276,7 +276,7 @@ def is_committed(connection: _Connection, signature: TransactionMark) -> bool | 
         psycopg.Error: the connection breaks or a statement fails; the outcome stays unknown.
     """
     try:
-        row = connection.execute(_STATUS, [signature.number], binary=True).fetchone()
+        row = connection.execute(_STATUS, [signature.transaction_id], binary=True).fetchone()
     except psycopg.errors.InvalidParameterValue:
         # The number is "in the future": the server crashed before the transaction was on its disk.
         return False
@@ -385,7 +385,7 @@ class Database:
         self._wait_s = wait_s
         self._refusal: str | None = None
         # The backend, one of HOLDERS, that holds the lock for this gateway.
-        self.holder: int | None = None
+        self.leader_pid: int | None = None
         self._own = _Own()
         self._reader = reader
         self._reads = _Reads(max(1, most // 2))

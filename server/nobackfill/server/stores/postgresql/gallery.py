@@ -276,8 +276,8 @@ class PostgresqlGallery(Reads):
                 not called.
         """
         condition = sql_condition(filtered)
-        where = f"label = ANY(%s) AND ({condition.text})"
-        return self._delete(where, [labels.tolist(), *condition.values])
+        where = f"label = ANY(%s) AND ({condition.sql})"
+        return self._delete(where, [labels.tolist(), *condition.parameters])
 
     def _delete(self, where: str, values: Sequence[Any]) -> int:
         def work(connection: Connection) -> Labels:
@@ -324,8 +324,8 @@ class PostgresqlGallery(Reads):
             cursor = run(
                 connection,
                 f"SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM {self.schema}.items i"
-                f" WHERE i.label = ANY(%s) AND ({condition.text}) ORDER BY i.label FOR UPDATE",
-                [labels.tolist(), *condition.values],
+                f" WHERE i.label = ANY(%s) AND ({condition.sql}) ORDER BY i.label FOR UPDATE",
+                [labels.tolist(), *condition.parameters],
             )
             items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}

@@ -53,15 +53,15 @@ class RecallProbes:
 
     Attributes:
         queries: float32 [q, dim].
-        farthest: distance of the last true neighbour of each query, [q, 1].
-        nearest: number of true neighbours: K, or all if there are fewer.
-        slack: what rounding may add to a distance, [q, 1].
+        farthest_distances: distance of the last true neighbour of each query, [q, 1].
+        neighbour_count: number of true neighbours: K, or all if there are fewer.
+        rounding_slack: what rounding may add to a distance, [q, 1].
     """
 
     queries: Vectors
-    farthest: Vectors
-    nearest: int
-    slack: Vectors
+    farthest_distances: Vectors
+    neighbour_count: int
+    rounding_slack: Vectors
 
     def recall(self, answers: Sequence[Neighbours]) -> float:
         """Return the share of true neighbours that was found; 1 for an empty space.
@@ -77,10 +77,14 @@ class RecallProbes:
             ValueError: `answers` is empty, or has another number than the queries; a single one is
                 not refused.
         """
-        if not self.farthest.size:
+        if not self.farthest_distances.size:
             return 1.0
-        distances = np.concatenate([answer.distances for answer in answers])[:, : self.nearest]
-        return float((distances <= self.farthest * (1 + 1e-5) + self.slack).mean())
+        distances = np.concatenate([answer.distances for answer in answers])[
+            :, : self.neighbour_count
+        ]
+        return float(
+            (distances <= self.farthest_distances * (1 + 1e-5) + self.rounding_slack).mean()
+        )
 
 
 def draw_probes(

@@ -295,7 +295,7 @@ class GatewayDatabaseLock:
     def _try_lock(self) -> Connection | None:
         connection = self._database.connect()
         if run(connection, self._lock).fetchone()[0]:
-            (self._database.holder,) = run(connection, "SELECT pg_backend_pid()").fetchone()
+            (self._database.leader_pid,) = run(connection, "SELECT pg_backend_pid()").fetchone()
             return connection
         connection.close()
         return None

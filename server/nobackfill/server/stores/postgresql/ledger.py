@@ -152,7 +152,7 @@ class DatabaseLedger:
             (spent,) = self._run(connection, lock, day).fetchone()
             self._run(connection, _FREE)
             allowed_labels = list(labels)[: max(0, budget - spent)]
-            rows = self._run(connection, _CLAIM, self._database.holder, allowed_labels)
+            rows = self._run(connection, _CLAIM, self._database.leader_pid, allowed_labels)
             mine = {int(label) for (label,) in rows}
             others = [label for label in labels if label not in mine]
             self._run(connection, f"{_WANT} healing_wanted.times + 1", 1, others)
@@ -207,7 +207,7 @@ class DatabaseLedger:
             # Locked before the claims, as in `claim`: in the other order two transactions could
             # wait for each other.
             self._run(connection, "SELECT 1 FROM {schema}.healing_spent ORDER BY day FOR UPDATE")
-            self._run(connection, _GIVE_BACK, released, self._database.holder)
+            self._run(connection, _GIVE_BACK, released, self._database.leader_pid)
             self._run(
                 connection, "DELETE FROM {schema}.healing_claims WHERE label = ANY(%s)", released
             )

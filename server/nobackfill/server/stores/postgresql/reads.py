@@ -22,7 +22,7 @@ from nobackfill.gallery.staging import Estimate, Runner, UpgradeOrder
 from nobackfill.gallery.store import is_storable_text
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
-from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, Condition
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import (
     copy_in,
@@ -455,17 +455,17 @@ class Reads:
             last = ListingPosition(0, float("inf")) if start_after is None else start_after
             query = (
                 f"SELECT v.label, v.uncertainty FROM {table} v JOIN {self.schema}.items i"
-                f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.text})"
+                f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.sql})"
                 " AND (v.uncertainty < %s OR v.uncertainty = %s AND v.label > %s)"
                 " ORDER BY v.uncertainty DESC, v.label LIMIT %s"
             )
-            values = [*condition.values, last.uncertainty, last.uncertainty, last.label, limit]
+            values = [*condition.parameters, last.uncertainty, last.uncertainty, last.label, limit]
         else:
             query = (
                 f"SELECT i.label, NULL FROM {self.schema}.items i WHERE i.label > %s"
-                f" AND ({condition.text}) ORDER BY i.label LIMIT %s"
+                f" AND ({condition.sql}) ORDER BY i.label LIMIT %s"
             )
-            values = [0 if start_after is None else start_after.label, *condition.values, limit]
+            values = [0 if start_after is None else start_after.label, *condition.parameters, limit]
         places = self.database.read(
             lambda connection: [
                 ListingPosition(*row)
@@ -696,9 +696,9 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
         return int(cursor.fetchone()[0])
 
 
-def _condition(matches: Matches | None) -> Condition:
+def _condition(matches: Matches | None) -> SqlCondition:
     if matches is None:
         return ALWAYS_TRUE
     if isinstance(matches, PostgresqlMatches):
         return matches.condition
-    return Condition("i.label = ANY(%s)", (matches.labels().tolist(),))
+    return SqlCondition("i.label = ANY(%s)", (matches.labels().tolist(),))

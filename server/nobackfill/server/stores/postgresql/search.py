@@ -23,7 +23,7 @@ from nobackfill.gallery.search.index import (
     nearest_candidates,
 )
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, Condition, sql_condition
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition, sql_condition
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import from_binary, label_column, to_binary
 from nobackfill.server.stores.postgresql.schema import (
@@ -133,8 +133,8 @@ class SpaceTable:
         self.spec: SpaceSpec = info.spec
         self.ef = ef
         self.schema = schema
-        self.number = info.number
-        self.name = table_of(schema, info.number)
+        self.space_number = info.number
+        self.table_name = table_of(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
         self._excluded = None if excluded is None else excluded.number
         self._exclusion = ""
@@ -157,9 +157,9 @@ class SpaceTable:
         """
         if self._excluded is None:
             return None
-        return few_missing_labels(connection, self.schema, self.number, self._excluded)
+        return few_missing_labels(connection, self.schema, self.space_number, self._excluded)
 
-    def statement(self, condition: Condition, exact: bool, limit: int) -> str:
+    def statement(self, condition: SqlCondition, exact: bool, limit: int) -> str:
         """Make the SQL of a search: label, vector and, if exact, distance.
 
         It binds the query if exact, the condition's values, the query, and a limit if there is a
@@ -191,12 +191,12 @@ class SpaceTable:
         tables = self._passing(condition)
         return f"SELECT {columns} FROM {tables} ORDER BY {ordering} LIMIT {limit_text}"
 
-    def _passing(self, condition: Condition) -> str:
+    def _passing(self, condition: SqlCondition) -> str:
         items = "" if condition is ALWAYS_TRUE else f" JOIN {self.schema}.items i USING (label)"
-        return f"{self.name} v{items} WHERE ({condition.text}){self._exclusion}"
+        return f"{self.table_name} v{items} WHERE ({condition.sql}){self._exclusion}"
 
     def rows_of(
-        self, connection: Connection, labels: Sequence[int], condition: Condition
+        self, connection: Connection, labels: Sequence[int], condition: SqlCondition
     ) -> list[Any]:
         """Return label and vector of those labels that pass a condition.
 
@@ -209,7 +209,7 @@ class SpaceTable:
         statement = (
             f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
-        values = [*condition.values, list(labels)]
+        values = [*condition.parameters, list(labels)]
         rows: list[Any] = run(
             connection, statement, values, filters=condition is not ALWAYS_TRUE
         ).fetchall()
@@ -221,7 +221,7 @@ class CandidateSource(Protocol):
 
     def rows(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
-        condition: Condition, ef: int,
+        condition: SqlCondition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
         """Find candidates.
 
@@ -289,7 +289,7 @@ def search(
     database: Database,
     requests: Sequence[tuple[SpaceTable, Vectors]],
     k: int,
-    condition: Condition = ALWAYS_TRUE,
+    condition: SqlCondition = ALWAYS_TRUE,
     ef: int = 0,
     *,
     candidates: CandidateSource | None = None,
@@ -388,7 +388,7 @@ def _nearest(
     table: SpaceTable,
     query: Vectors,
     k: int,
-    condition: Condition,
+    condition: SqlCondition,
     width: int,
     candidates: CandidateSource | None,
 ) -> Neighbours:
@@ -427,12 +427,12 @@ def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) 
 
 
 def _ask(
-    connection: Connection, table: SpaceTable, query: Vectors, limit: int, condition: Condition, *,
-    exact: bool,
+    connection: Connection, table: SpaceTable, query: Vectors, limit: int,
+    condition: SqlCondition, *, exact: bool,
 ) -> list[Any]:  # fmt: skip
     if not exact and condition is ALWAYS_TRUE and is_idle(connection):
         return rows_near(connection, table.statement(condition, exact, limit), query)
-    values = [*([query] if exact else []), *condition.values, query]
+    values = [*([query] if exact else []), *condition.parameters, query]
     if condition is not ALWAYS_TRUE:
         values.append(limit)
     statement = table.statement(condition, exact, limit)
@@ -496,9 +496,9 @@ def _concatenate(rows: list[Neighbours], k: int) -> Neighbours:
 class PostgresqlMatches:
     """Match the items that pass a filter, read when needed; `condition` is for other statements."""
 
-    def __init__(self, database: Database, schema: str, condition: Condition) -> None:
+    def __init__(self, database: Database, schema: str, condition: SqlCondition) -> None:
         self._database = database
-        self._items = f"{schema}.items i WHERE {condition.text}"
+        self._items = f"{schema}.items i WHERE {condition.sql}"
         self.condition = condition
 
     def labels(self) -> Labels:
@@ -515,7 +515,7 @@ class PostgresqlMatches:
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
             lambda connection: label_column(
-                run(connection, query, self.condition.values, filters=True)
+                run(connection, query, self.condition.parameters, filters=True)
             )
         )
 
@@ -523,7 +523,7 @@ class PostgresqlMatches:
         query = f"SELECT count(*) FROM {self._items}"
         return self._database.read(
             lambda connection: int(
-                run(connection, query, self.condition.values, filters=True).fetchone()[0]
+                run(connection, query, self.condition.parameters, filters=True).fetchone()[0]
             )
         )
 

@@ -39,27 +39,27 @@ _WAIT_S = 60.0
 class UpgradeWork:
     """Describe the upgrade of one gallery to workers.
 
-    It is a secret: `url` lets its reader write to the database.
+    It is a secret: `database_url` lets its reader write to the database.
 
     Attributes:
-        key: identifies the work, so that a worker opens connections and models once.
-        url: address of the database.
-        gallery: number of the gallery.
-        source: id of the space that is read.
-        target: the space that is written.
+        cache_key: identifies the work, so that a worker opens connections and models once.
+        database_url: address of the database.
+        gallery_number: number of the gallery.
+        source_space: id of the space that is read.
+        target_space: the space that is written.
         route: upgrades from the source's release to the target's.
-        files: the publication folder, for workers of this machine; or the model files by published
-            path, from `read_route_files`. Each file is checked against its signed digest when it is
-            opened.
+        model_files: the publication folder, for workers of this machine; or the model files by
+            published path, from `read_route_files`. Each file is checked against its signed digest
+            when it is opened.
     """
 
-    key: str
-    url: str = field(repr=False)
-    gallery: int
-    source: str
-    target: SpaceSpec
+    cache_key: str
+    database_url: str = field(repr=False)
+    gallery_number: int
+    source_space: str
+    target_space: SpaceSpec
     route: Route = field(repr=False)
-    files: Path | Mapping[str, bytes] = field(repr=False)
+    model_files: Path | Mapping[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,16 @@ class _OpenUpgrade:
     """Hold the connections and models that a worker keeps open between the pieces of one work."""
 
     def __init__(self, work: UpgradeWork, closing: ExitStack) -> None:
-        self._target = work.target
-        files = work.files
+        self._target = work.target_space
+        files = work.model_files
         folder = files if isinstance(files, Path) else write_files(files, closing)
         self._runner = open_route(folder, work.route, 1, int8=True)
-        database = Database(work.url, _CONNECTIONS, _WAIT_S)
+        database = Database(work.database_url, _CONNECTIONS, _WAIT_S)
         closing.callback(database.close)
         database.open(lambda _: None)
-        self._gallery = PostgresqlGallery(database, work.gallery)
+        self._gallery = PostgresqlGallery(database, work.gallery_number)
         self._windows = self._gallery.remaining_vectors(
-            work.source, work.target, self._runner.reads_side
+            work.source_space, work.target_space, self._runner.reads_side
         )
 
     def carry(self, piece: MigrationPiece) -> Labels:
@@ -162,7 +162,7 @@ def migrate_piece(work: UpgradeWork, piece: MigrationPiece) -> Labels:
         InvalidInputError: an output is not valid for the target.
         ConfigurationError: the database refuses a statement.
     """
-    return _open_upgrades.open_for(work, work.key).carry(piece)
+    return _open_upgrades.open_for(work, work.cache_key).carry(piece)
 
 
 # A piece whose worker ended so often makes the upgrade fail: the items may be the cause.
@@ -318,11 +318,11 @@ def run_by_workers(
         ConfigurationError: the database refuses a statement.
         Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
     """
-    store.add_staging_space(work.target)
-    windows = store.remaining_vectors(work.source, work.target, work.route.reads_side)
+    store.add_staging_space(work.target_space)
+    windows = store.remaining_vectors(work.source_space, work.target_space, work.route.reads_side)
     started = time.monotonic()
     total = store.count()
-    first_complete = total - store.count_left_behind(work.target.space)
+    first_complete = total - store.count_left_behind(work.target_space.space)
     writes, is_stopped, has_items = 0, False, True
     unreported: set[int] = set()
 
@@ -350,4 +350,4 @@ def run_by_workers(
         # A worker that ended may have written items that no result names.
         if unreported:
             store.announce_external_writes(np.array(sorted(unreported), np.int64))
-    return UpgradeOutcome(writes, store.count_left_behind(work.target.space), is_stopped)
+    return UpgradeOutcome(writes, store.count_left_behind(work.target_space.space), is_stopped)
