@@ -65,7 +65,7 @@ class Fed:
 
     def ready(self, info: SpaceInfo) -> None:
         """Wait until a gateway would switch to a space."""
-        self._home.feeder.settle(self.store.schema, info, lambda: None)
+        self._home.feeder.wait_until_fed(self.store.schema, info, lambda: None)
         wait_for_milvus(self.store, info, self.candidates, lambda: 0, lambda: None)
 
     def searcher(self, info: SpaceInfo) -> PostgresqlSearcher:

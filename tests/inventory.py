@@ -57,9 +57,8 @@ _TRAINING, _V1 = "nobackfill.training", "nobackfill.v1"
 _FIT = (
     f"{_APP}.fitting:fit_and_judge",
     f"{_APP}.verdict:Verdict",
-    f"{_APP}.verdict:Way",
+    f"{_APP}.verdict:VerdictOption",
     f"{_APP}.verdict:CurvePoint",
-    f"{_APP}.judgement:LazyReembeddingCurves",
 )
 JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client add": (f"{_CLIENT}.cli.galleries:add", f"{_CLIENT}.cli.galleries:add_texts"),

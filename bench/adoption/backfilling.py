@@ -47,7 +47,7 @@ def _turn(weight: Doubles) -> Turn:
 
 
 def _kept(turn: Turn, old: Vectors, new: Vectors) -> float:
-    asked = Queries(old, new, np.arange(len(old), dtype=np.int64), own=True)
+    asked = Queries(old, new, np.arange(len(old), dtype=np.int64), are_gallery_items=True)
     found = measure_figures(query_item_distances(new, new), asked)[0](
         query_item_distances(turn(new), old)
     )

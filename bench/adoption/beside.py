@@ -36,7 +36,9 @@ Search = Callable[[Queries, Pairs], Block]
 def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
     """Rows of one pair of models with `count` pairs; `draws`: at most, without replacement."""
     gallery, asked = trial.pairs_of(slice(trial.pairs, None)), trial.queries_of(trial.rest)
-    alike = Queries(gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), own=True)
+    alike = Queries(
+        gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), are_gallery_items=True
+    )
     starts = range(0, min(draws * count, trial.pairs - count + 1), count)
     found: dict[str, list[Figures]] = {}
     for part in (slice(first, first + count) for first in starts):
@@ -83,4 +85,4 @@ def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
     found = measure_figures(query_item_distances(asked.new, gallery.new), asked)[0](
         search(asked, gallery)
     )
-    return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}
+    return found if asked.are_gallery_items else {name: found[name] for name in ("R@1", "R@10")}

@@ -87,7 +87,7 @@ class Texts:
     def queries(self, count: int, first: int = 0) -> Queries:
         """Return the titles of the first texts, whose items begin at row `first` of a gallery."""
         old, new = self.old.titles[:count], self.new.titles[:count]
-        return Queries(old, new, np.arange(first, first + len(old)), own=False)
+        return Queries(old, new, np.arange(first, first + len(old)), are_gallery_items=False)
 
 
 def fit(fitted: Iterable[Texts]) -> tuple[Pairs, Verdict]:
@@ -106,8 +106,8 @@ def fit(fitted: Iterable[Texts]) -> tuple[Pairs, Verdict]:
     every = Queries(
         np.concatenate([one.old for one in queries]),
         np.concatenate([one.new for one in queries]),
-        np.concatenate([one.rows for one in queries]),
-        own=False,
+        np.concatenate([one.gallery_rows for one in queries]),
+        are_gallery_items=False,
     )
     verdict = decide(pairs, _COST, every)
     joining = verdict.joining
@@ -151,7 +151,7 @@ def measure(mapping: Map, joining: FittedRankFusion, texts: Texts) -> dict[str, 
     }
     figures, _ = measure_figures(blocks["re-embed"], queries)
     ways: dict[str, Figures] = {way: figures(block) for way, block in blocks.items()}
-    zero = np.zeros(len(queries.rows))
+    zero = np.zeros(len(queries.gallery_rows))
     differences = {
         way: {name: paired_bootstrap([ways[way][name]], [ways["stay"][name]]) for name in FIGURES}
         for way in ways
@@ -159,7 +159,7 @@ def measure(mapping: Map, joining: FittedRankFusion, texts: Texts) -> dict[str, 
     }
     return {
         "texts": len(old),
-        "queries": len(queries.rows),
+        "queries": len(queries.gallery_rows),
         "ways": {
             way: {name: _numbers(paired_bootstrap([values[name]], [zero])) for name in FIGURES}
             for way, values in ways.items()

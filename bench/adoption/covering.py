@@ -7,7 +7,7 @@ from bench.adoption.trial import Trial
 from bench.harness import Row, Value
 from nobackfill.adopt.judgement import Figures, Queries, figures_from_vectors
 from nobackfill.adopt.maps import fit_maps
-from nobackfill.adopt.pairs import Pairs, sample
+from nobackfill.adopt.pairs import Pairs, sample_spread_rows
 from nobackfill.adopt.sources.source import Rows
 from nobackfill.metrics.ranking import Ints
 
@@ -22,7 +22,9 @@ NOTE = (
 def covering(trial: Trial, count: int) -> list[Row]:
     """A row for each figure."""
     pool, others = trial.pairs_of(slice(0, trial.pairs)), trial.pairs_of(trial.rest)
-    alike = Queries(others.old, others.new, np.arange(len(others), dtype=np.int64), own=True)
+    alike = Queries(
+        others.old, others.new, np.arange(len(others), dtype=np.int64), are_gallery_items=True
+    )
     asked = (trial.queries_of(trial.rest), alike)
 
     def found(rows: Ints) -> Figures:
@@ -46,5 +48,5 @@ def covering(trial: Trial, count: int) -> list[Row]:
 
 
 def _sampled(pool: Pairs, count: int, seed: int) -> Ints:
-    ids = sample(Rows(pool.ids, pool.old), count, seed)
+    ids = sample_spread_rows(Rows(pool.ids, pool.old), count, seed)
     return np.array([int(name) for name in ids], np.int64)

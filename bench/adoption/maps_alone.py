@@ -42,7 +42,9 @@ def maps_alone(trial: Trial) -> list[Row]:
     """A row for each way and count of pairs; of more pairs than the trial fits on, where there are
     any, one draw."""
     gallery, asked = trial.pairs_of(trial.rest), trial.queries_of(trial.rest)
-    alike = Queries(gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), own=True)
+    alike = Queries(
+        gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), are_gallery_items=True
+    )
     few = max(trial.old.bodies.shape[1], trial.new.bodies.shape[1]) < MANY_DIMS
     pool = trial.pairs_of(slice(0, trial.pairs))
     most = _joined(pool, trial.more)

@@ -45,7 +45,7 @@ def nearly_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
         def fitted(weight: float) -> Carrier:
             found = turn @ _descend(values, cross, begun, weight)
             bias = (means[1] - means[0] @ found).astype(np.float32)
-            return Map("lambda_orthogonal", found.T.astype(np.float32), bias, start.unit)
+            return Map("lambda_orthogonal", found.T.astype(np.float32), bias, start.unit_norm)
 
         return fitted
 
@@ -97,7 +97,7 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
                     for one, own in enumerate(more)
                 )
                 carried = np.asarray(blend, np.float32)
-                return normalise(carried) if whole.unit else carried
+                return normalise(carried) if whole.unit_norm else carried
 
             return carry
 
@@ -113,7 +113,7 @@ def _chosen(
     order = np.random.default_rng(seed).permutation(len(pairs))
     held, rest = (_part(pairs, part) for part in np.split(order, [len(pairs) // 5]))
     rows = np.arange(len(held), dtype=np.int64)
-    asked = Queries(held.old, held.new, rows, own=True)
+    asked = Queries(held.old, held.new, rows, are_gallery_items=True)
     fitted = prepared(rest)
 
     def kept(option: float) -> float:

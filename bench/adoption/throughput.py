@@ -56,8 +56,8 @@ def main(
             started = time.perf_counter()
             done = carry(source, maker.target(f"new_{number}"), maker)
             whole = time.perf_counter() - started
-            if done.total != len(texts) or maker.missing:
-                raise RuntimeError(f"{done.total} of {len(texts)} have a new vector")
+            if done.new_vector_count != len(texts) or maker.missing_reasons:
+                raise RuntimeError(f"{done.new_vector_count} of {len(texts)} have a new vector")
             line = {"rows": len(texts), "model": model}
             line |= {"model alone, rows/s": round(len(texts) / alone, 1)}
             line |= {

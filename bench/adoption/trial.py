@@ -99,7 +99,7 @@ class Trial:
         if self.labels is not None:
             relevance = of_class(self.labels[self.rest])
             own = np.arange(len(every.old), dtype=np.int64)
-            asked = Queries(every.old, every.new, own, own=True)
+            asked = Queries(every.old, every.new, own, are_gallery_items=True)
             adapted = query_item_distances(self.said.adapter(every.new), every.old)
             blocks = rank_by_option(every, asked, self.said.joining) | {ADAPTER_OPTION: adapted}
             for way, block in blocks.items():
@@ -178,18 +178,18 @@ class Trial:
 
     def queries_of(self, part: slice) -> Queries:
         old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))
-        return Queries(old, new, np.arange(len(old), dtype=np.int64), own=False)
+        return Queries(old, new, np.arange(len(old), dtype=np.int64), are_gallery_items=False)
 
 
 def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, PerQuery]:
     """Figures [shares, q] of scores [q, g] of items as carried and as native ones."""
-    every = np.arange(len(asked.rows))
+    every = np.arange(len(asked.gallery_rows))
     places = []
     for seed in range(ORDERS):
         order = np.random.default_rng(seed).random(carried.shape[1])
         for share in SHARES:
             scores = np.where(order < share, native, carried)
-            places.append((scores >= scores[every, asked.rows][:, None]).sum(1))
+            places.append((scores >= scores[every, asked.gallery_rows][:, None]).sum(1))
     found = np.reshape(places, (ORDERS, len(SHARES), -1))
     return {
         "R@1": (found == 1).mean(0),
@@ -218,7 +218,7 @@ def best(pairs: Pairs) -> Map:
     """The candidate that keeps most neighbours."""
     some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
     rows = np.arange(min(500, len(some)), dtype=np.int64)
-    asked = Queries(some.old[rows], some.new[rows], rows, own=True)
+    asked = Queries(some.old[rows], some.new[rows], rows, are_gallery_items=True)
     return choose_map(some, [asked]).fit(pairs)
 
 

@@ -35,7 +35,7 @@ def without_pairs(old: Vectors, new: Vectors, seed: int = 0) -> Map:
         found = _rotation(some, _stand_in(turned @ y.T, y))
         rotation = (rotation + found) / 2
     weight = rotation.T.astype(np.float32)
-    return Map("unpaired", weight, means[1] - weight @ means[0], unit=True)
+    return Map("unpaired", weight, means[1] - weight @ means[0], unit_norm=True)
 
 
 def _centres(vectors: Vectors, rng: np.random.Generator) -> Vectors:

@@ -30,7 +30,7 @@ def classes(trial: Trial) -> list[Row]:
     line = _line(trial.gallery_of(fitted), labels[fitted])
     gallery, theirs = trial.gallery_of(judged), labels[judged]
     own = np.arange(len(judged), dtype=np.int64)
-    asked = Queries(gallery.old, gallery.new, own, own=True)
+    asked = Queries(gallery.old, gallery.new, own, are_gallery_items=True)
     carried, native = (
         query_item_distances(asked.new, one) for one in (gallery.migrated, gallery.new)
     )

@@ -46,7 +46,7 @@ def run(bench: Bench) -> list[Table]:
     size, window = bench.size(300, 100_000, 1_000_000), bench.size(100, WINDOW_ITEMS, WINDOW_ITEMS)
     rng = np.random.default_rng(0)
     weight = np.linalg.qr(rng.standard_normal((DIM, DIM)))[0].astype(np.float32)
-    mapping = Map("procrustes", weight, np.zeros(DIM, np.float32), unit=True)
+    mapping = Map("procrustes", weight, np.zeros(DIM, np.float32), unit_norm=True)
     ways: dict[str, Way] = {
         "COPY": _copied,
         "UPDATE": _updated,
@@ -114,8 +114,8 @@ def _carried(
 ) -> None:
     source = open_source(f"{address}#items")
     done = carry(source, Target(to, DIM, mapping.digest), mapping, window=window)
-    if done.total != size:
-        raise RuntimeError(f"{done.total} of {size} are carried")
+    if done.new_vector_count != size:
+        raise RuntimeError(f"{done.new_vector_count} of {size} are carried")
 
 
 def _carried_beside(

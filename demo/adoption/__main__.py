@@ -78,14 +78,16 @@ class Adoption:
             dual = Dual.open(
                 source, self._map, self._joining, natives, embedder,
                 items=self._wares.read(source) if healing else None,
-                limits=ReembeddingLimits(seconds=PATIENCE), carried="embedding_new",
+                limits=ReembeddingLimits(wait_seconds=PATIENCE), carried="embedding_new",
             )  # fmt: skip
 
             lists[name] = _searched(dual, by_old, by_new)
             if healing:
                 while dual.heal(500):
                     pass
-                self._say(f"{dual.progress().native} of {len(self._wares.rows)} embedded again")
+                self._say(
+                    f"{dual.progress().native_items} of {len(self._wares.rows)} embedded again"
+                )
                 # As a search by the new model alone finds them, once the old one has gone.
                 alone = NativeVectorFile(natives, embedder.fingerprint, len(by_new[0]))
                 asked = (np.array([one], np.float32) for one in by_new)

@@ -99,7 +99,7 @@ class Chroma:
         self._put(made.ids, made.old.tolist())
 
     def asked(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
-        return self._server.send(method, path, "docs", body)
+        return self._server.request_json(method, path, "docs", body)
 
     def _put(self, names: list[str], vectors: list[list[float]]) -> None:
         body = {

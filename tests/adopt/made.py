@@ -32,7 +32,7 @@ class World:
 
     @property
     def queries(self) -> Queries:
-        return Queries(self.queries_old, self.queries_new, self.answers, own=False)
+        return Queries(self.queries_old, self.queries_new, self.answers, are_gallery_items=False)
 
 
 def world(

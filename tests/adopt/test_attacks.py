@@ -28,7 +28,7 @@ from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
 from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
-from nobackfill.adopt.pairs import inspect, match
+from nobackfill.adopt.pairs import inspect, match_by_id
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, ROLE_KEY, SECONDS_KEY, ParquetSource
 from nobackfill.adopt.sources.source import Target
@@ -122,8 +122,8 @@ def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> N
         source = open_source(f'{address}#shop.d"o%c{{}}')
         new = 'n$$; DROP TABLE places; --"{}%s'
         done = carry(source, target(new), MAP, window=15)
-        assert done.total == 40
-        assert carry(open_source(f"{address}#places"), target("new"), MAP).total == 2
+        assert done.new_vector_count == 40
+        assert carry(open_source(f"{address}#places"), target("new"), MAP).new_vector_count == 2
         owners = connection.execute(
             "SELECT pronamespace::regnamespace::text FROM pg_proc WHERE proname LIKE 'nobackfill%'"
         ).fetchall()
@@ -133,7 +133,7 @@ def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> N
         assert connection.execute("SELECT count(new) FROM places").fetchone() == (1,)
         # However the table is named, what was made is found.
         assert open_source(f"{address}#public.places").drop_new_vectors("new")
-        for step in done.steps:
+        for step in done.next_steps:
             if step.startswith(("CREATE", "BEGIN")):
                 connection.execute(step.encode())
 
@@ -148,7 +148,7 @@ def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) ->
             with pytest.raises(InvalidInputError, match="at most 63 bytes"):
                 carry(source, target(name), MAP)
         late = open_source(f"{address}#t")
-        steps = carry(source, target("n"), MAP).steps
+        steps = carry(source, target("n"), MAP).next_steps
         # Opened before there was such a column: still another map's.
         with pytest.raises(AlreadyExistsError, match="not made by this map"):
             late.open_target(Target("n", MAP.dims[1], "another"))
@@ -357,7 +357,7 @@ def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Pat
         pq.write_table(table.replace_schema_metadata(said), tmp_path / "a.parquet")
         source = ParquetSource(tmp_path / "a.parquet")
         assert source.seconds_per_item() is None
-        assert source.reads() and source.facts().model
+        assert source.text_role() and source.facts().model
     for number, blob in enumerate((b"short", "text", 5, np.full(2, np.nan, "<f4").tobytes())):
         path = tmp_path / f"{number}.db"
         with closing(NativeVectorFile(path, "model", 2)) as natives:
@@ -419,7 +419,7 @@ def test_vectors_without_direction_and_columns_twice_are_named(tmp_path: Path) -
     new = write_parquet(tmp_path / "new.parquet", MADE.ids, spoilt)
     for first, second in ((old, new), (new, old)):
         with pytest.raises(InvalidInputError, match=r"new\.parquet#vector: .*zeros .*'item-3'"):
-            match(open_source(str(first)), open_source(str(second)))
+            match_by_id(open_source(str(first)), open_source(str(second)))
     columns = [["a"], ["b"], [[1.0]]]
     pq.write_table(pa.table(columns, names=["id", "id", "v"]), tmp_path / "twice.parquet")
     with pytest.raises(
@@ -438,7 +438,7 @@ def test_lines_of_json_are_lines_texts_and_unicode(tmp_path: Path) -> None:
     path.write_text("\r\n".join(lines), "utf-8")
     found = read_items(str(path), column="text")
     assert found.ids == ["1", "2"]
-    assert found.values[0] == "one\u2028line"
+    assert found.contents[0] == "one\u2028line"
     for line in (
         '{"id": null, "text": "x"}',
         '{"id": "a", "text": {"x": 1}}',

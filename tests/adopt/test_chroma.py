@@ -85,7 +85,7 @@ def upsert(store: Chroma, path: str, name: str, vector: Vectors, **parts: object
 
 def test_names_are_exchanged_and_given_back(store: Chroma) -> None:
     before, own = items(store), description(store)["id"]
-    assert carry(store.open(), TARGET, MAP, flip=True).total == 230
+    assert carry(store.open(), TARGET, MAP, flip=True).new_vector_count == 230
     assert names(store) == BOTH and description(store, "docs_before")["id"] == own
     assert items(store) == before
     check_mapped(store)
@@ -100,27 +100,27 @@ def test_names_are_exchanged_and_given_back(store: Chroma) -> None:
     store.asked("POST", f"{led}/delete", {"ids": [MADE.ids[8]]})
     with pytest.raises(InvalidInputError, match="2 items were written since the flip"):
         source_of(store).flip_back("docs_new")
-    assert source_of(store).flip_back("docs_new", lose=True) == 2
+    assert source_of(store).flip_back("docs_new", allow_loss=True) == 2
     assert names(store) == {"docs"} and description(store)["id"] == own
     found = vectors_of(store)
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
     np.testing.assert_allclose(found[MADE.ids[3]], MADE.old[3], atol=1e-6)
     # A second migration begins anew.
-    assert carry(store.open(), TARGET, MAP, flip=True).total == 228
+    assert carry(store.open(), TARGET, MAP, flip=True).new_vector_count == 228
     source_of(store).drop_old()
     assert names(store) == {"docs"}
     assert source_of(store).flip_state(MAP.digest) == "finished"
     # And a third one, of the copy.
     third = Target("docs_new", MAP.dims[1], "0" * 64)
     second = fit_maps(MADE.new, MADE.old)["affine"]
-    assert carry(store.open(), third, second, flip=True).total == 228
+    assert carry(store.open(), third, second, flip=True).new_vector_count == 228
     assert names(store) == BOTH
     assert source_of(store).flip_back("docs_new") == 0
     assert source_of(store).flip_state(MAP.digest) == "finished"
 
 
 def test_without_a_flip_the_last_steps_exchange_the_names(store: Chroma) -> None:
-    assert carry(store.open(), TARGET, MAP).steps[-2:] == [
+    assert carry(store.open(), TARGET, MAP).next_steps[-2:] == [
         "client.get_collection('docs').modify(name='docs_before')",
         "client.get_collection('docs_new').modify(name='docs')",
     ]
@@ -199,7 +199,7 @@ def test_chromas_client_embeds_no_text_by_the_old_function(store: Chroma) -> Non
 def test_a_program_that_holds_the_old_id_loses_nothing_unseen(
     store: Chroma, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = chroma.ChromaStore.lead
+    write = chroma.ChromaStore.redirect_name
     late = [*MADE.ids[:2], "late"]
 
     def led_meanwhile(self: chroma.ChromaStore, name: str, collection: str) -> None:
@@ -212,7 +212,7 @@ def test_a_program_that_holds_the_old_id_loses_nothing_unseen(
             path = f"/{description(store)['id']}/delete"
             store.asked("POST", path, {"ids": [MADE.ids[10]]})
 
-    monkeypatch.setattr(chroma.ChromaStore, "lead", led_meanwhile)
+    monkeypatch.setattr(chroma.ChromaStore, "redirect_name", led_meanwhile)
     carry(store.open(), TARGET, MAP, flip=True)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
@@ -280,12 +280,12 @@ def test_a_finish_that_is_killed_while_items_go_is_completed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(chroma.ChromaServer, "drop", kill)
+        patch.setattr(chroma.ChromaServer, "delete_collection", kill)
         source_of(store).drop_old()
     assert len(items(store, "docs_before")) == len(MADE.ids) - 9
     for lose in (False, True):
         with pytest.raises(InvalidInputError, match="`nobackfill migrate finish` was killed"):
-            source_of(store).flip_back("docs_new", lose=lose)
+            source_of(store).flip_back("docs_new", allow_loss=lose)
     source_of(store).drop_old()
     assert names(store) == {"docs"} and len(items(store)) == len(MADE.ids)
 
@@ -297,7 +297,7 @@ def killed(store: Chroma, after: int, action: str) -> bool:
         code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
         assert code in (0, 9)
         return code == 9
-    change, calls = chroma.ChromaServer.change, list[int]()
+    change, calls = chroma.ChromaServer.rename_collection, list[int]()
 
     def dying(self: chroma.ChromaServer, *parts: Any) -> None:
         if len(calls) == after:
@@ -306,7 +306,7 @@ def killed(store: Chroma, after: int, action: str) -> bool:
         change(self, *parts)
 
     try:
-        chroma.ChromaServer.change = dying  # type: ignore[method-assign,assignment]
+        chroma.ChromaServer.rename_collection = dying  # type: ignore[method-assign,assignment]
         source = source_of(store)
         with source.migration_lock():
             if action == "flip":
@@ -333,14 +333,14 @@ def test_an_item_without_a_document_is_named_with_a_way_out(store: Chroma, tmp_p
     upsert(store, store.path, MADE.ids[0], MADE.old[0], documents=["w1 w2"])
     store.delete(MADE.ids[1])
     maker = open_native_vectors(source, ColumnTexts(source, "document"), model=model)
-    assert carry(source, target, maker, flip=True).total == 229
+    assert carry(source, target, maker, flip=True).new_vector_count == 229
 
 
 def test_what_is_written_while_it_goes_back_is_not_lost(
     store: Chroma, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carry(store.open(), TARGET, MAP, flip=True)
-    lead, path, late = chroma.ChromaStore.lead, f"/{description(store)['id']}", ["late"]
+    lead, path, late = chroma.ChromaStore.redirect_name, f"/{description(store)['id']}", ["late"]
     # `back` deletes it from the old collection, too, which is no writing of programs.
     store.asked("POST", f"{path}/delete", {"ids": [MADE.ids[5]]})
 
@@ -350,7 +350,7 @@ def test_what_is_written_while_it_goes_back_is_not_lost(
         while late:
             upsert(store, path, late.pop(), MADE.new[1])
 
-    monkeypatch.setattr(chroma.ChromaStore, "lead", led_late)
+    monkeypatch.setattr(chroma.ChromaStore, "redirect_name", led_late)
     with pytest.raises(InvalidInputError, match="1 items were written while"):
         source_of(store).flip_back("docs_new")
     left = set(MADE.ids) - {MADE.ids[5]}
@@ -406,9 +406,9 @@ def test_an_exchange_that_is_killed_anywhere_continues_or_is_undone(
         source = source_of(store)
         with source.migration_lock():
             if source.flip_state(MAP.digest) == "flipped":
-                assert source.flip_back("docs_new", lose=True) == 0
+                assert source.flip_back("docs_new", allow_loss=True) == 0
             elif after % 2:
-                assert carry(source_of(store), TARGET, MAP, flip=True).total == 230
+                assert carry(source_of(store), TARGET, MAP, flip=True).new_vector_count == 230
                 check_mapped(store)
                 assert source_of(store).flip_back("docs_new") == 0
             else:
@@ -424,7 +424,7 @@ def test_an_exchange_that_is_killed_anywhere_continues_or_is_undone(
 def test_a_name_in_use_is_told_before_anything_is_embedded(store: Chroma, tmp_path: Path) -> None:
     model = str(text_model(tmp_path / "m", 3))
     address = f"chroma:http://{store.address}#docs"
-    request = MigrationPlan(address, model, column="document", count=100)
+    request = MigrationPlan(address, model, text_column="document", sample_size=100)
     migration, lines = Migration(tmp_path / "work"), list[str]()
     store.asked("POST", "", {"name": "docs_new"})
     upsert(store, f"/{description(store, 'docs_new')['id']}", "foreign", MADE.new[0])
@@ -438,7 +438,7 @@ def test_a_name_in_use_is_told_before_anything_is_embedded(store: Chroma, tmp_pa
     assert not lines
     store.asked("DELETE", "/docs_before")
     migration.decide(request, lines.append)
-    assert lines and migration.status().rows == 0
+    assert lines and migration.status().migrated_rows == 0
     carry(store.open(), TARGET, MAP, flip=True)
     with pytest.raises(InvalidInputError, match="'docs_before' is left of an earlier flip"):
         Migration(tmp_path / "other").decide(request, lines.append)
@@ -465,7 +465,7 @@ def test_names_in_use_are_refused(store: Chroma) -> None:
     with pytest.raises(AlreadyExistsError, match="a program created a collection of this name"):
         store.open()
     store.asked("DELETE", "/docs")
-    assert carry(store.open(), TARGET, MAP, flip=True).total == 230
+    assert carry(store.open(), TARGET, MAP, flip=True).new_vector_count == 230
     check_mapped(store)
     with pytest.raises(NotFoundError):
         open_source(f"chroma:http://{store.address}#nowhere")

@@ -26,7 +26,7 @@ from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, correct_converter, c
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.judgement import sample_item_queries
 from nobackfill.adopt.maps import Map, fit_maps, load_map
-from nobackfill.adopt.pairs import Pairs, match
+from nobackfill.adopt.pairs import Pairs, match_by_id
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, vectors_to_parquet
 from nobackfill.adopt.verdict import Cost, decide
@@ -206,7 +206,7 @@ def test_an_ordinary_release_is_no_converter(
 def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_path: Path) -> None:
     run(*PUBLISH)
     old, new = open_source("old.parquet"), open_source("new.parquet")
-    pairs = match(old, new).pairs
+    pairs = match_by_id(old, new).pairs
     verdict = decide(pairs, Cost(120, None, None, 1e-6))
     card = read_card(Path("card.json"))
 
@@ -238,7 +238,7 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
 def test_a_map_with_a_network_is_published_and_opened(run: Run, tmp_path: Path) -> None:
     run(*PUBLISH)
     old, new = open_source("old.parquet"), open_source("new.parquet")
-    pairs = match(old, new).pairs
+    pairs = match_by_id(old, new).pairs
     verdict = decide(pairs, Cost(120, None, None, 1e-6))
     verdict = replace(verdict, map=layered(verdict.map))
     models = (old.facts().model, new.facts().model)
@@ -270,7 +270,7 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
     assert error(both) < min(error(prior), error(alone))
     found = cross_fit_candidates(own, [sample_item_queries(own)], prior)
     assert {CONVERTER, CORRECTED, "affine"} <= set(found)
-    np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
+    np.testing.assert_allclose(found[CONVERTER].migrated_vectors, prior(own.old), atol=1e-6)
 
 
 def layered(mapping: Map) -> Map:
@@ -284,7 +284,7 @@ def layered(mapping: Map) -> Map:
         )
         for read, out in pairwise(sizes)
     )
-    return replace(mapping, layers=layers)
+    return replace(mapping, residual_layers=layers)
 
 
 def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:

@@ -14,7 +14,7 @@ from nobackfill.adopt.embedding.vector_folder import read_items
 from nobackfill.adopt.fitting import FitFiles
 from nobackfill.adopt.fitting import fit_and_judge as fit
 from nobackfill.adopt.maps import fit_maps, load_map
-from nobackfill.adopt.pairs import inspect, match, read_all, sample
+from nobackfill.adopt.pairs import inspect, match_by_id, read_all, sample_spread_rows
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import (
@@ -51,7 +51,7 @@ def test_what_an_item_holds_goes_along_and_is_kept_up_with(store: Chroma | Milvu
     store.touch(name)
     store.delete(other)
     again = carry(store.open(), TARGET, MAP, window=100)
-    assert (again.write_count, again.total) == (1, 229)
+    assert (again.write_count, again.new_vector_count) == (1, 229)
     assert store.text(name, "docs_to") == "changed"
     assert other not in read_all(store.open("docs_to")).ids
 
@@ -60,11 +60,11 @@ def test_what_an_item_holds_goes_along_and_is_kept_up_with(store: Chroma | Milvu
 def test_nothing_and_one_item_are_carried(store: Chroma | Milvus) -> None:
     for name in MADE.ids[1:]:
         store.delete(name)
-    assert carry(store.open(), TARGET, MAP).total == 1
+    assert carry(store.open(), TARGET, MAP).new_vector_count == 1
     store.delete(MADE.ids[0])
-    assert carry(store.open(), TARGET, MAP).total == 0
+    assert carry(store.open(), TARGET, MAP).new_vector_count == 0
     assert inspect(store.open()).count == 0
-    assert carry(store.open(), Target("empty", MAP.dims[1], MAP.digest), MAP).total == 0
+    assert carry(store.open(), Target("empty", MAP.dims[1], MAP.digest), MAP).new_vector_count == 0
 
 
 @every
@@ -86,19 +86,19 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     found = inspect(source)
     assert (found.count, found.dim, found.facts.metric) == (230, 24, "cosine")
     assert "text" in found.facts.columns
-    assert len(sample(read_all(source), 40)) == 40
+    assert len(sample_spread_rows(read_all(source), 40)) == 40
     place = store.place if isinstance(store, Milvus) else f"http://{store.address}"
     kind = "milvus" if isinstance(store, Milvus) else "chroma"
     items = read_items(f"{kind}:{place}#docs", column="text", only=MADE.ids[:3])
-    assert list(items.values) == [f"on {name}" for name in MADE.ids[:3]]
+    assert list(items.contents) == [f"on {name}" for name in MADE.ids[:3]]
     new = write_parquet(tmp_path / "new.parquet", MADE.ids[:60], MADE.new[:60])
-    assert len(match(source, open_source(str(new))).pairs) == 60
-    files = FitFiles(tmp_path / "map.npz", report=tmp_path / "page.html")
+    assert len(match_by_id(source, open_source(str(new))).pairs) == 60
+    files = FitFiles(tmp_path / "map.npz", verdict_page=tmp_path / "page.html")
     said = fit(f"{kind}:{place}#docs", str(new), files, None, None, True, key=None, vector=None)
-    assert said.lines[0].startswith("verdict: ") and (tmp_path / "page.html").exists()
+    assert said.terminal_lines[0].startswith("verdict: ") and (tmp_path / "page.html").exists()
     fitted = load_map(tmp_path / "map.npz")
     target = Target("docs_fitted", fitted.dims[1], fitted.digest)
-    assert carry(source, target, fitted).total == len(MADE.ids)
+    assert carry(source, target, fitted).new_vector_count == len(MADE.ids)
     with pytest.raises(NotFoundError, match=r"no such collection in .*docs"):
         store.open("nowhere")
 
@@ -142,7 +142,7 @@ def test_a_copy_forgets_items_as_its_original_does(store: Milvus) -> None:
 def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) -> None:
     store.client.create_alias("docs", "live")
     by_alias = open_source(f"milvus:{store.place}#live")
-    steps = carry(by_alias, TARGET, MAP).steps
+    steps = carry(by_alias, TARGET, MAP).next_steps
     (flip,) = [step for step in steps if "alter_alias" in step]
     # The step as it is said.
     eval(flip, {"client": store.client})
@@ -170,7 +170,7 @@ def test_partitions_go_along(store: Milvus) -> None:
     for row, name in enumerate(MADE.ids[:90]):
         store.delete(name)
         store.put(name, MADE.old[row], partition="red" if row % 2 else "blue")
-    assert carry(store.open(), TARGET, MAP, window=100).total == 230
+    assert carry(store.open(), TARGET, MAP, window=100).new_vector_count == 230
 
     def within(partition: str, collection: str = "docs_to") -> list[str]:
         found = store.client.query(
@@ -190,7 +190,7 @@ def test_partitions_go_along(store: Milvus) -> None:
     store.delete(MADE.ids[1])
     store.put(MADE.ids[1], MADE.old[1], partition="green")
     again = carry(store.open(), TARGET, MAP, window=100)
-    assert (again.write_count, again.total) == (1, 230)
+    assert (again.write_count, again.new_vector_count) == (1, 230)
     assert within("green") == [MADE.ids[1]] and MADE.ids[1] not in within("red")
 
 
@@ -210,7 +210,7 @@ def test_a_field_that_says_where_items_lie_says_so_in_the_copy(tmp_path: Path) -
     client.create_collection("docs", schema=schema, index_params=index)
     rows = [{"id": n, "v": vector, "of": f"u{n % 3}"} for n, vector in enumerate(MADE.old)]
     client.upsert("docs", rows)
-    assert carry(open_source(f"milvus:{path}#docs"), TARGET, MAP).total == 230
+    assert carry(open_source(f"milvus:{path}#docs"), TARGET, MAP).new_vector_count == 230
     found = client.query("docs_to", filter='of == "u1"', output_fields=["id"])
     assert sorted(one["id"] for one in found) == list(range(1, 230, 3))
     client.close()
@@ -273,7 +273,9 @@ def test_numbers_as_keys_and_a_field_among_several(
         open_source(f"milvus:{path}#numbers")
     source = open_source(f"milvus:{path}#numbers", vector="a")
     assert source.facts().metric == "squared_l2"
-    assert carry(source, Target("to", MAP.dims[1], MAP.digest), MAP, window=60).total == 230
+    assert (
+        carry(source, Target("to", MAP.dims[1], MAP.digest), MAP, window=60).new_vector_count == 230
+    )
     # What does not fit one answer comes in several.
     monkeypatch.setattr(milvus, "_MOST_BYTES", 1000)
     carried = open_source(f"milvus:{path}#to", vector="a")
@@ -297,7 +299,7 @@ def test_numbers_of_both_signs_are_keys_on_a_server(store: Milvus) -> None:
     rows = [{"id": n - 100, "v": vector} for n, vector in enumerate(MADE.old)]
     store.client.upsert("numbers", rows)
     done = carry(store.open("numbers"), Target("to", MAP.dims[1], MAP.digest), MAP, window=60)
-    assert done.total == 230
+    assert done.new_vector_count == 230
     assert sorted(map(int, read_all(store.open("to")).ids)) == list(range(-100, 130))
 
 
@@ -324,7 +326,7 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
     with chroma.running(folder) as address:
         source = open_source(f"chroma:http://{address}#docs")
         rest = carry(source, TARGET, MAP, window=50)
-        assert 0 < rest.write_count < 230 and rest.total == 230
+        assert 0 < rest.write_count < 230 and rest.new_vector_count == 230
 
 
 @every
@@ -336,7 +338,7 @@ def test_what_writers_put_into_the_copy_is_left_alone(store: Chroma | Milvus) ->
     store.put_new(name, MADE.new[4], "docs_to")
     store.put(MADE.ids[7], MADE.old[8])
     done = carry(store.open(), TARGET, MAP, window=100)
-    assert (done.write_count, done.total) == (1, 231)
+    assert (done.write_count, done.new_vector_count) == (1, 231)
     rows = read_all(store.open("docs_to"))
     vectors = dict(zip(rows.ids, rows.vectors, strict=True))
     np.testing.assert_allclose(vectors[name], MADE.new[4], atol=1e-5)

@@ -5,7 +5,7 @@ import pytest
 
 from nobackfill.adopt.crossfit import (
     FOLDS,
-    CrossFit,
+    HeldOutResult,
     cross_fit,
     cross_fit_candidates,
     share_fitted_per_map,
@@ -38,18 +38,18 @@ def world(items: int, seed: int, share: float) -> tuple[Pairs, Queries]:
     asked = normalise(new + 0.5 / DIMS**0.5 * drawn(items))
     rows = np.arange(items, dtype=np.int64)
     ids = [str(row) for row in rows]
-    return Pairs(ids, old, new), Queries(old, asked, rows, own=False)
+    return Pairs(ids, old, new), Queries(old, asked, rows, are_gallery_items=False)
 
 
 def part(pairs: Pairs, asked: Queries, rows: slice) -> tuple[Pairs, Queries]:
     old, new = pairs.old[rows], pairs.new[rows]
     places = np.arange(len(old), dtype=np.int64)
-    some = Queries(asked.old[rows], asked.new[rows], places, own=False)
+    some = Queries(asked.old[rows], asked.new[rows], places, are_gallery_items=False)
     return Pairs(pairs.ids[rows], old, new), some
 
 
-def told(held: CrossFit, pairs: Pairs, asked: Queries, figure: str) -> float:
-    return float(figures_from_distances(held.distances[0], pairs, asked)[figure].mean())
+def told(held: HeldOutResult, pairs: Pairs, asked: Queries, figure: str) -> float:
+    return float(figures_from_distances(held.query_distances[0], pairs, asked)[figure].mean())
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
         for kind, held in cross_fit(pairs, [asked]).items():
-            own = held.distances[0][asked.rows, asked.rows][:, None]
-            before[kind].append(float((held.distances[0] < own).sum(1).mean()) / 59)
+            own = held.query_distances[0][asked.gallery_rows, asked.gallery_rows][:, None]
+            before[kind].append(float((held.query_distances[0] < own).sum(1).mean()) / 59)
     for values in before.values():
         assert np.mean(values) == pytest.approx(0.5, abs=0.03)
 
@@ -98,8 +98,10 @@ def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
     both = cross_fit(pairs, [asked, alike])
     for place, alone in enumerate((asked, alike)):
         for kind, held in cross_fit(pairs, [alone]).items():
-            np.testing.assert_array_equal(both[kind].vectors, held.vectors)
-            np.testing.assert_array_equal(both[kind].distances[place], held.distances[0])
+            np.testing.assert_array_equal(both[kind].migrated_vectors, held.migrated_vectors)
+            np.testing.assert_array_equal(
+                both[kind].query_distances[place], held.query_distances[0]
+            )
 
 
 @pytest.mark.slow
@@ -127,6 +129,6 @@ def test_a_query_that_is_fitted_on_is_left_out_with_its_item() -> None:
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
         held = cross_fit(pairs, [asked], ["affine"], fitted_queries=asked)["affine"]
-        own = held.distances[0][asked.rows, asked.rows][:, None]
-        before.append(float((held.distances[0] < own).sum(1).mean()) / 59)
+        own = held.query_distances[0][asked.gallery_rows, asked.gallery_rows][:, None]
+        before.append(float((held.query_distances[0] < own).sum(1).mean()) / 59)
     assert np.mean(before) == pytest.approx(0.5, abs=0.03)

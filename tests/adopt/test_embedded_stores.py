@@ -12,7 +12,7 @@ import sqlite_vec
 from lancedb import index
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.embedding.native_vectors import open_contents
+from nobackfill.adopt.embedding.native_vectors import open_originals
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -27,7 +27,7 @@ MAP = fit_maps(MADE.old, MADE.new)["affine"]
 
 
 def target(name: str, content: str | None = None) -> Target:
-    return Target(name, MAP.dims[1], MAP.digest, content=content)
+    return Target(name, MAP.dims[1], MAP.digest, content_column=content)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_lancedb_flips_and_goes_back(lance: Lance) -> None:
     address = f"lancedb:{lance.folder}#docs"
     lance.table.create_index("vector", config=index.IvfFlat(distance_type="cosine"))
     assert lance.open().facts().metric == "cosine"
-    assert carry(lance.open(), target("vector_new"), MAP, flip=True).total == 230
+    assert carry(lance.open(), target("vector_new"), MAP, flip=True).new_vector_count == 230
     assert {one.columns[0] for one in lance.table.list_indices()} == {"vector", "vector_before"}
     check_mapped(vectors_of(address, "vector"))
     with pytest.raises(InvalidInputError, match="of this map already"):
@@ -76,7 +76,7 @@ def test_lancedb_flips_and_goes_back(lance: Lance) -> None:
     lance.delete(MADE.ids[8])
     with pytest.raises(InvalidInputError, match="2 rows were written since the flip"):
         reversible(address, "vector").flip_back("vector_new")
-    assert reversible(address, "vector").flip_back("vector_new", lose=True) == 2
+    assert reversible(address, "vector").flip_back("vector_new", allow_loss=True) == 2
     assert set(lance.table.schema.names) == {"id", "vector", "text"}
     found = vectors_of(address)
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
@@ -141,7 +141,7 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
     rows = pa.table({"number": numbers, "vector": halves})
     lance.database.create_table("halves", rows)
     source = open_source(f"lancedb:{lance.folder}#halves", key="number")
-    assert carry(source, target("vector_new"), MAP, window=60).total == 230
+    assert carry(source, target("vector_new"), MAP, window=60).new_vector_count == 230
     assert carry(source, target("vector_new"), MAP, window=60).write_count == 0
     assert isinstance(source, Searchable)
     assert source.lookup(["7", "40000", "9" * 5000, str(2**64), "-0x1", "x"]).ids == ["7"]
@@ -153,7 +153,7 @@ def test_rows_without_a_vector_shift_no_key_in_lancedb(lance: Lance) -> None:
     lance.table.update(where=f"id = '{MADE.ids[1]}'", values_sql={"vector": "NULL"})
     source = lance.open()
     assert isinstance(source, LanceSource)
-    rows = source.rows(source.select(["id", "vector"], None).sort_by("id"), "vector")
+    rows = source.to_rows(source.select_rows(["id", "vector"], None).sort_by("id"), "vector")
     assert rows.ids == [MADE.ids[0], *MADE.ids[2:]]
     np.testing.assert_array_equal(rows.vectors, MADE.old[[0, *range(2, 230)]])
 
@@ -167,7 +167,7 @@ def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
     sqlite.connection.execute("INSERT INTO items VALUES (?)", (MADE.ids[8],))
     query = "SELECT id, kind, bits, number, text FROM docs ORDER BY id"
     before = sqlite.connection.execute(query).fetchall()
-    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).total == 230
+    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).new_vector_count == 230
     assert sqlite.connection.execute(query).fetchall() == before
     check_mapped(vectors_of(address))
     with pytest.raises(InvalidInputError, match="nothing is left to do"):
@@ -178,7 +178,7 @@ def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
     sqlite.connection.execute("DELETE FROM items")
     with pytest.raises(InvalidInputError, match="2 rows were written since the flip"):
         reversible(address).flip_back("docs_new")
-    assert reversible(address).flip_back("docs_new", lose=True) == 2
+    assert reversible(address).flip_back("docs_new", allow_loss=True) == 2
     found = vectors_of(address)
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
     np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
@@ -262,10 +262,10 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     source, wanted = sqlite.open(), target("docs_new", content="items.body")
     name = MADE.ids[5]
     assert source.column(next(source.windows(300)), "items.body").values[0].startswith("about ")
-    assert open_contents(source, "items.body", None).column == "items.body"
+    assert open_originals(source, "items.body", None).column == "items.body"
     for wrong in ("items.nope", "nope.body", "body"):
         with pytest.raises(InvalidInputError, match=f"column of the store, got '{wrong}'; .*text"):
-            open_contents(source, wrong, None)
+            open_originals(source, wrong, None)
     assert carry(source, wanted, MAP).write_count == 230
     sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))
     assert carry(source, wanted, MAP).write_count == 1
@@ -278,7 +278,7 @@ def test_a_failed_rename_in_sqlite_leaves_no_setting(sqlite: SqliteVec) -> None:
     database = VecDatabase(str(sqlite.path))
     with pytest.raises(InvalidInputError, match="already another table"):
         database.rename("docs", "other")
-    assert database.all("PRAGMA legacy_alter_table") == [(0,)]
+    assert database.query_all("PRAGMA legacy_alter_table") == [(0,)]
     assert sqlite.names() == sorted(MADE.ids)
 
 
@@ -307,7 +307,10 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
         sqlite.connection.execute(
             "INSERT INTO bits (rowid, v, b) VALUES (?, ?, vec_bit(?))", (place, vector, bits)
         )
-    assert carry(open_source(f"sqlite:{sqlite.path}#bits"), target("bits_new"), MAP).total == 2
+    assert (
+        carry(open_source(f"sqlite:{sqlite.path}#bits"), target("bits_new"), MAP).new_vector_count
+        == 2
+    )
     query = "SELECT hex(b) FROM bits_new ORDER BY rowid"
     assert sqlite.connection.execute(query).fetchall() == [("01FF",), ("02FF",)]
     # vec0 takes "float16" for float: it stores 32 bits.
@@ -324,4 +327,4 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
     ids = [str(largest), str(largest + 1), "9" * 5000, "x"]
     assert source.lookup(ids).ids == [str(largest)]
     # A window begins after the largest rowid.
-    assert carry(source, target("halves_new"), MAP, window=1).total == 2
+    assert carry(source, target("halves_new"), MAP, window=1).new_vector_count == 2

@@ -116,7 +116,7 @@ def test_images_are_scaled_as_declared(tmp_path: Path, size: int | str) -> None:
     Image.new("RGB", (9, 7), (255, 51, 0)).save(folder / "one.png")
     items = read_items(str(tmp_path / "images"), column="text")
     assert (items.kind, items.ids) == ("image", ["below/one.png"])
-    (vector,) = OnnxModel(path).embed(items.values)
+    (vector,) = OnnxModel(path).embed(items.contents)
     np.testing.assert_allclose(vector, [1, 0.2, 0], atol=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_a_run_goes_on_and_another_model_is_refused(
     rows = read_all(open_source(str(tmp_path / "out")))
     assert sorted(rows.ids) == sorted(items.ids)
     np.testing.assert_allclose(
-        rows.vectors[rows.ids.index("t7")], model.embed(items.values)[7], atol=1e-6
+        rows.vectors[rows.ids.index("t7")], model.embed(items.contents)[7], atol=1e-6
     )
     for other in (text_model(tmp_path / "n", 1), text_model(tmp_path / "m", 0, pooling="cls")):
         with pytest.raises(IncompatibleSpaceError, match="a folder of its own"):
@@ -155,7 +155,7 @@ def test_texts_of_a_source_are_embedded_those_that_are_wanted(tmp_path: Path) ->
     path = write_parquet(tmp_path / "s.parquet", made.ids, made.old)
     items = read_items(str(path), column="text", only={"item-3", "item-99", "gone"})
     assert items.ids == ["item-3", "item-99"]
-    assert items.values == ["on item-3", "on item-99"]
+    assert items.contents == ["on item-3", "on item-99"]
     with pytest.raises(InvalidInputError, match="expected a column 'body'"):
         read_items(str(path), column="body")
     with pytest.raises(NotFoundError, match="expected items to embed, found none with the ids"):

@@ -194,7 +194,7 @@ def test_models_are_named_from_the_pairs_to_what_is_carried(
     with pytest.raises(InvalidInputError, match="expected one that embeds items"):
         Dual.open(
             loaded(tmp_path / "shop"), Path("map.npz"), Path("j.npz"), Path("n.db"),
-            NewModel(fingerprint="new model", reads="queries"),
+            NewModel(fingerprint="new model", text_role="queries"),
         )  # fmt: skip
 
 

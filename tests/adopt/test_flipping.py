@@ -25,7 +25,7 @@ from tests.adopt.copies import Milvus
 from tests.adopt.stores import MADE, opened
 
 MAP = fit_maps(MADE.old, MADE.new)["affine"]
-TARGET = Target("docs_new", MAP.dims[1], MAP.digest, model="new", reversible=True)
+TARGET = Target("docs_new", MAP.dims[1], MAP.digest, model="new", must_be_reversible=True)
 pytestmark = pytest.mark.scale
 
 
@@ -59,8 +59,8 @@ def mapped(vector: Vectors) -> Vectors:
 
 def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     done = carry(live(store), TARGET, MAP, flip=True, window=100)
-    assert done.total == 230 and led_to(store) == "docs_new"
-    assert "programs that open 'docs' by its own name" in done.steps[0]
+    assert done.new_vector_count == 230 and led_to(store) == "docs_new"
+    assert "programs that open 'docs' by its own name" in done.next_steps[0]
     source = live(store)
     assert (source.flip_state(MAP.digest), source.facts().model) == ("flipped", "new")
     assert source.flip_state("other") == "unknown"
@@ -75,7 +75,7 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     with pytest.raises(InvalidInputError, match="2 items were written since the flip"):
         live(store).flip_back("docs_new")
     assert led_to(store) == "docs_new"
-    assert live(store).flip_back("docs_new", lose=True) == 2
+    assert live(store).flip_back("docs_new", allow_loss=True) == 2
     assert store.client.list_collections() == ["docs"] and led_to(store) == "docs"
     found = vectors_of(live(store))
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
@@ -90,14 +90,14 @@ def test_what_is_written_while_it_goes_back_is_not_lost(
     from nobackfill.plugins.milvus.source import MilvusStore
 
     carry(live(store), TARGET, MAP, flip=True)
-    lead, late = MilvusStore.lead, ["late"]
+    lead, late = MilvusStore.redirect_name, ["late"]
 
     def led_late(self: MilvusStore, name: str, collection: str) -> None:
         while late:
             store.put_new(late.pop(), MADE.new[1], "live")
         lead(self, name, collection)
 
-    monkeypatch.setattr(MilvusStore, "lead", led_late)
+    monkeypatch.setattr(MilvusStore, "redirect_name", led_late)
     with pytest.raises(InvalidInputError, match="1 items were written while"):
         live(store).flip_back("docs_new")
     assert led_to(store) == "docs_new" and len(vectors_of(live(store))) == 231
@@ -113,11 +113,13 @@ def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
     carry(live(store), TARGET, MAP, flip=True)
     migration = Migration(tmp_path)
     source = f"milvus:{store.place}#live"
-    plan = MigrationPlan(source, "new", to="docs_new", state=state, mark=MAP.digest)
+    plan = MigrationPlan(
+        source, "new", new_column="docs_new", state=state, computer_digest=MAP.digest
+    )
     (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
     store.client.create_collection("other", dimension=24)
     store.client.alter_alias("other", "live")
-    for command in (migration.back, migration.finish, migration.status):
+    for command in (migration.undo, migration.finish, migration.status):
         with pytest.raises(PreconditionError, match="it leads to 'other' now") as refusal:
             command()
         for collection in ("docs_new", "docs"):
@@ -125,7 +127,7 @@ def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
     assert migration.plan().state == state
     store.client.alter_alias("docs_new", "live")
     assert migration.vector_names() == ("docs_new", "docs")
-    assert migration.back() == 0
+    assert migration.undo() == 0
     assert migration.plan().state == "taken back" and led_to(store) == "docs"
     assert set(store.client.list_collections()) == {"docs", "other"}
 
@@ -143,8 +145,8 @@ def test_the_old_collection_is_dropped_and_the_next_migration_begins(store: Milv
     store.client.create_collection("docs", dimension=3)
     assert live(store).flip_state(MAP.digest) == "finished" and not live(store).obstacles(TARGET)
     again = fit_maps(MADE.new, MADE.old)["affine"]
-    target = Target("docs_new_new", 24, again.digest, reversible=True)
-    assert carry(live(store), target, again, flip=True).total == 230
+    target = Target("docs_new_new", 24, again.digest, must_be_reversible=True)
+    assert carry(live(store), target, again, flip=True).new_vector_count == 230
     assert led_to(store) == "docs_new_new" and live(store).facts().dim == 24
     assert live(store).flip_back("docs_new_new") == 0 and led_to(store) == "docs_new"
 
@@ -212,7 +214,7 @@ def test_a_killed_flip_continues_or_goes_back(store: Milvus) -> None:
     store.put_new(MADE.ids[2], MADE.new[9], "live")
     with pytest.raises(InvalidInputError, match="programs have written items since"):
         live(store).drop_new_vectors("docs_new")
-    assert carry(live(store), TARGET, MAP, flip=True).total == 231
+    assert carry(live(store), TARGET, MAP, flip=True).new_vector_count == 231
     found = vectors_of(live(store))
     np.testing.assert_allclose(found["late"], mapped(MADE.old[5]), atol=1e-5)
     np.testing.assert_allclose(found[MADE.ids[2]], MADE.new[9], atol=1e-5)
@@ -224,7 +226,7 @@ def test_a_copy_that_a_killed_run_has_half_made_is_completed(store: Milvus) -> N
     store.client.release_collection("docs_new")
     store.client.drop_index("docs_new", "vector")
     assert live(store).count_vectors("docs_new") == 0
-    assert carry(live(store), TARGET, MAP, flip=True).total == 230
+    assert carry(live(store), TARGET, MAP, flip=True).new_vector_count == 230
     assert store.client.list_indexes("docs_new") == store.client.list_indexes("docs")
 
 
@@ -300,7 +302,7 @@ def test_a_whole_collection_comes_along(store: Milvus) -> None:
                 del row["text"]
         rows.append(row)
     client.upsert("rich", rows)
-    target = Target("rich_new", MAP.dims[1], MAP.digest, reversible=True)
+    target = Target("rich_new", MAP.dims[1], MAP.digest, must_be_reversible=True)
     carry(live(store, "whole", "v"), target, MAP, flip=True)
     assert _described(client, "rich") == _described(client, "rich_new")
     assert _items(client, "rich") == _items(client, "rich_new")

@@ -48,7 +48,7 @@ class Shop:
         np.save(folder / "old.npy", self.old)
         ids = [str(row) for row in range(self.sample)]
         pairs = Pairs(ids, self.old[: self.sample], self.new[: self.sample])
-        queries = Queries(self.by_old, self.by_new, self.rows, own=False)
+        queries = Queries(self.by_old, self.by_new, self.rows, are_gallery_items=False)
         cost = Cost(len(self.old), 0.01, 0.02, 1e-6)
         source = ArraySource(folder)
         return decide(pairs, cost, queries if known else None, source=source)
@@ -106,7 +106,7 @@ class Shop:
             np.put_along_axis(some, np.argpartition(block, 99, 1)[:, :100], True, 1)
         both = np.where(some, -fused, np.inf)
         hits = np.argpartition(both, 99, 1)[:, :100]
-        odds = joining.native_line.slope * again + joining.native_line.share * fused
+        odds = joining.native_line.slope * again + joining.native_line.migrated_weight * fused
         lazily = np.full(stay.shape, np.inf, np.float32)
         np.put_along_axis(lazily, hits, np.take_along_axis(-odds, hits, 1), 1)
         blocks = dict(zip(WAYS, (stay, adapter, migrated, both, lazily, native), strict=True))
@@ -179,7 +179,8 @@ def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) 
     assert any("judged among all 20000 items" in note for note in verdict.notes)
     # Curves are those of the sample: no figure of the gallery compares with them.
     by_both, by_new = (
-        curves["R@1"][-1] for curves in (verdict.healing.calibrated, verdict.healing.raw)
+        curves["R@1"][-1]
+        for curves in (verdict.healing.curves_by_score, verdict.healing.curves_by_distance)
     )
     notes = " ".join(verdict.notes)
     assert "among the 1500 items of the sample, R@1 goes from" in notes
@@ -221,11 +222,11 @@ folder = Path(sys.argv[1])
 gallery = open_source(str(folder / "gallery"))
 assert inspect(gallery).count == int(sys.argv[2])
 sampling = sample_source(gallery, 100)
-assert sampling.total == int(sys.argv[2]) and len(set(sampling.ids)) == 100
+assert sampling.source_count == int(sys.argv[2]) and len(set(sampling.ids)) == 100
 answer = fit_and_judge(
     str(folder / "gallery"), str(folder / "new"), FitFiles(folder / "map.npz"), None, None, True,
     key=None, vector=None,
-).answer
+).json_answer
 assert answer["items"] == int(sys.argv[2])
 # Not ru_maxrss: a process begins with the peak of the one that has started it.
 (peak,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))

@@ -56,7 +56,7 @@ def test_a_rotation_between_unit_vectors_is_found_again(a: int, b: int) -> None:
     maps = fit_maps(truth @ into[0], truth @ into[1])
     for kind in ("procrustes", "affine"):
         np.testing.assert_allclose(maps[kind](truth @ into[0]), truth @ into[1], atol=2e-3)
-    assert maps["affine"].unit
+    assert maps["affine"].unit_norm
 
 
 def test_low_rank_has_its_rank_and_lies_below_the_affine_map() -> None:
@@ -116,7 +116,7 @@ def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = fit_maps(made.old, made.new)["affine"]
     save_map(tmp_path / "map.npz", found)
     again = load_map(tmp_path / "map.npz")
-    assert (again.kind, again.unit, again.facts) == (found.kind, found.unit, found.facts)
+    assert (again.kind, again.unit_norm, again.facts) == (found.kind, found.unit_norm, found.facts)
     np.testing.assert_array_equal(again(made.old), found(made.old))
     assert again.digest == found.digest != fit_maps(made.old, -made.new)["affine"].digest
 

@@ -19,7 +19,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
 from nobackfill.adopt.judgement import Queries, query_item_distances, sample_item_queries
 from nobackfill.adopt.maps import fit_maps, save_map
-from nobackfill.adopt.pairs import inspect, match, read_all
+from nobackfill.adopt.pairs import inspect, match_by_id, read_all
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.adopt.verdict import Cost, decide
@@ -102,9 +102,9 @@ def test_postgresql_keeps_metric_type_and_index(
         assert source.facts().metric == metric
         assert source.nearest(MADE.queries_old[0], 5) == nearest(metric, MADE.queries_old[0], OLD)
         done = carry(source, Target(to, MAP.dims[1], MAP.digest), MAP)
-        assert done.total == 200
+        assert done.new_vector_count == 200
         table, column = ("docs", "n") if to == "n" else ("beside", "v")
-        connection.execute(done.steps[0].encode())
+        connection.execute(done.next_steps[0].encode())
         made = _index_of(connection, table)
         assert made.endswith(f"_{NAMES[metric]}_ops)")
         assert ("::halfvec(32)" in made) == ("::" in index)
@@ -165,7 +165,10 @@ def test_a_vector_of_zeros_gets_no_direction_where_only_directions_count(
         wanted[7] = 0
     source = open_source(f"sqlite:{tmp_path / 'store.db'}#d")
     for _ in range(2):
-        assert carry(source, Target("n", mapping.dims[1], mapping.digest), mapping).total == 40
+        assert (
+            carry(source, Target("n", mapping.dims[1], mapping.digest), mapping).new_vector_count
+            == 40
+        )
     np.testing.assert_allclose(
         read_all(open_source(f"sqlite:{tmp_path / 'store.db'}#n")).vectors, wanted, atol=1e-6
     )
@@ -193,7 +196,7 @@ def test_qdrant_keeps_its_metric(tmp_path: Path, distance: str, metric: str) -> 
     qdrant._FOLDERS[tmp_path.resolve()] = client
     source = open_searchable(f"qdrant:{tmp_path}#docs")
     assert inspect(source).sentences[1].startswith(f"metric: {metric}; ")
-    assert carry(source, TARGET, MAP).total == 40
+    assert carry(source, TARGET, MAP).new_vector_count == 40
     for query, column, vectors in (
         (MADE.queries_old[0], None, some),
         (MADE.queries_new[0], "n", MAP(some)),
@@ -235,7 +238,7 @@ def test_lancedb_searches_by_its_index_or_by_its_own_default(
 
 def _copied_metric(address: str) -> str | None:
     source = open_searchable(address)
-    assert carry(source, Target("docs_to", MAP.dims[1], MAP.digest), MAP).total == 200
+    assert carry(source, Target("docs_to", MAP.dims[1], MAP.digest), MAP).new_vector_count == 200
     metric = source.facts().metric
     copied = open_searchable(address.replace("#docs", "#docs_to"))
     assert copied.facts().metric == metric is not None
@@ -276,14 +279,14 @@ def test_chroma_keeps_its_metric(chroma_address: str, made: dict[str, Any]) -> N
     from nobackfill.plugins.chroma import ChromaServer
 
     with closing(ChromaServer(f"http://{chroma_address}")) as server:
-        for one in server.send("GET", "", "all"):
-            server.drop(one["name"])
-        path = f"/{server.send('POST', '', 'docs', {'name': 'docs', **made})['id']}/upsert"
+        for one in server.request_json("GET", "", "all"):
+            server.delete_collection(one["name"])
+        path = f"/{server.request_json('POST', '', 'docs', {'name': 'docs', **made})['id']}/upsert"
         ids = [str(row) for row in range(200)]
-        server.send("POST", path, "docs", {"ids": ids, "embeddings": OLD.tolist()})
+        server.request_json("POST", path, "docs", {"ids": ids, "embeddings": OLD.tolist()})
         metric = _copied_metric(f"chroma:http://{chroma_address}#docs")
         assert metric == ("squared_l2" if "l2" in str(made) else "inner_product")
-        copied = server.collection("docs_to")
+        copied = server.describe_collection("docs_to")
         assert (copied["metadata"] or {}).get("topic") == made.get("metadata", {}).get("topic")
 
 
@@ -295,13 +298,14 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     ids = [str(row) for row in range(200)]
     new = open_source(str(write_parquet(tmp_path / "new.parquet", ids, NEW)))
     source = open_searchable(f"{address}#docs")
-    pairs = match(source, new).pairs
+    pairs = match_by_id(source, new).pairs
     assert pairs.metric == sample_item_queries(pairs).metric == "inner_product"
     # Longer items are nearer by the inner product alone.
     products = query_item_distances(MADE.queries_new, pairs.new, pairs.metric)
     np.testing.assert_allclose(products, -MADE.queries_new @ pairs.new.T, atol=1e-5)
     verdict = decide(pairs, Cost(200, 1.0, 1.0, 0.1), Queries(
-        MADE.queries_old, MADE.queries_new, MADE.answers, own=False, metric=pairs.metric,
+        MADE.queries_old, MADE.queries_new, MADE.answers, are_gallery_items=False,
+        metric=pairs.metric,
     ))  # fmt: skip
     truth = np.argsort(products, axis=1, kind="stable")[:, 0] == MADE.answers
     told = {way.name: way.figures for way in verdict.ways}["re-embed"]["R@1"]
@@ -332,7 +336,7 @@ def test_l1_is_carried_and_not_judged(database: tuple[str, Connection], tmp_path
     new = open_source(str(write_parquet(tmp_path / "new.parquet", ids, NEW)))
     source = open_searchable(f"{address}#docs")
     with pytest.raises(InvalidInputError, match="searched by l1, for which there is no verdict"):
-        match(source, new)
+        match_by_id(source, new)
     joining = FittedRankFusion(1.0, OddsLine(), OddsLine(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
     natives = NativeVectorFile(tmp_path / "natives.db", "new", 32)
     with pytest.raises(InvalidInputError, match="searched by l1"):

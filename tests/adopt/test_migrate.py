@@ -111,7 +111,7 @@ def test_a_migration_without_a_verdict_writes_nothing(
     def kill(line: str) -> None:
         raise KeyboardInterrupt(line)
 
-    request = MigrationPlan(source, "new/model.onnx", column="body", count=120)
+    request = MigrationPlan(source, "new/model.onnx", text_column="body", sample_size=120)
     with pytest.raises(KeyboardInterrupt):
         migration.decide(request, kill)
     with pytest.raises(PreconditionError, match=r"with a verdict, .* the state 'deciding'"):
@@ -192,8 +192,8 @@ def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
-    make = NativeVectorComputer.make
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
+    make = NativeVectorComputer.compute
     calls: list[int] = []
 
     def counting(self: NativeVectorComputer, *parts: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
             assert run("pause") == 0
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorComputer, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "compute", counting)
     assert run(source, *START, "--yes") == 75
     assert "paused; run the same" in capsys.readouterr().err
     assert run("status", "--json") == 0
@@ -222,7 +222,7 @@ def test_mapped_vectors_are_there_to_search_by_until_every_row_is_native(
     plan = json.loads((folder / "nobackfill-migration" / "migration.json").read_text())
     plan["way"] = "lazily"
     (folder / "nobackfill-migration" / "migration.json").write_text(json.dumps(plan))
-    make = NativeVectorComputer.make
+    make = NativeVectorComputer.compute
     counts: list[tuple[int, int]] = []
 
     def counting(self: NativeVectorComputer, *parts: Any) -> Any:
@@ -230,7 +230,7 @@ def test_mapped_vectors_are_there_to_search_by_until_every_row_is_native(
         counts.append((len(vectors(connection, "v_new_mapped")), indexed.fetchall()[0][0]))
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorComputer, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "compute", counting)
     assert run(source, *START, "--yes") == 0
     assert set(counts) == {(COUNT, 1)}
     same(vectors(connection), folder / "new", connection)
@@ -344,7 +344,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
 
     def interrupted(kind: Any, method: str, call: int) -> str:
         """Send SIGINT, as Ctrl-C does, in one call of a method."""
@@ -368,7 +368,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_continue(
     again = shlex.join(["nobackfill", "migrate", source, *START, "--yes"])
     assert "nothing was written to the table" in line and line.endswith(f"run: {again}")
     assert columns(connection) == {"id", "body", "v"}
-    line = interrupted(NativeVectorComputer, "make", 3)
+    line = interrupted(NativeVectorComputer, "compute", 3)
     # Two windows of 50 rows, if the signal came before the third.
     assert re.search(r"100 of 300 rows have a new vector, 200 remain", line), line
     assert f"run: {again}; to undo it, run: nobackfill migrate back --work" in line
@@ -401,8 +401,8 @@ def test_a_lost_lock_ends_the_writing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
-    make = NativeVectorComputer.make
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
+    make = NativeVectorComputer.compute
     ended: list[Any] = []
 
     def ending(self: NativeVectorComputer, *parts: Any) -> Any:
@@ -415,7 +415,7 @@ def test_a_lost_lock_ends_the_writing(
         return make(self, *parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(NativeVectorComputer, "make", ending)
+        patch.setattr(NativeVectorComputer, "compute", ending)
         assert run(source, *START, "--yes") == 69
     assert ended == [(True,)]
     assert "the session that locked the table is gone" in capsys.readouterr().err
@@ -665,7 +665,7 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
         return embed(self, ids, *parts)
 
     monkeypatch.setattr(NativeVectorComputer, "_embedded", counting)
-    monkeypatch.setattr(NativeVectorComputer, "window", 50)
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
     assert run(source, *START, "--yes", "--natives", "natives.db") == 0
     # A vector of the sample is reused; the third is the first window in the order of keys.
     assert embeddings[:2] == [stored[:1], wanted[:1]] and embeddings[3] == [late]
@@ -738,7 +738,7 @@ def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr(NativeVectorComputer, "window", 50)
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
     assert run(source, *START) == 0
     place = Path(f"/dev/shm/small-disk-{os.getpid()}")
     with small_disk(place, 8) as disk:
@@ -799,8 +799,8 @@ def test_a_restored_dump_can_be_taken_back_and_continued(
     assert vectors(connection) == before == vectors(connection, relation="seen")
     assert columns(connection) == {"id", "body", "v"}
     # The same before a flip: the rows that an interrupted run wrote are not embedded again.
-    monkeypatch.setattr(NativeVectorComputer, "window", 50)
-    make = NativeVectorComputer.make
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 50)
+    make = NativeVectorComputer.compute
     calls, pauses = list[int](), [3]
 
     def counting(self: NativeVectorComputer, rows: Rows, window: Window) -> Any:
@@ -810,7 +810,7 @@ def test_a_restored_dump_can_be_taken_back_and_continued(
             assert run("pause") == 0
         return make(self, rows, window)
 
-    monkeypatch.setattr(NativeVectorComputer, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "compute", counting)
     assert run(source, *START, "--yes") == 75
     restore(postgres, address, connection)
     capsys.readouterr()
@@ -830,12 +830,12 @@ def test_progress_counts_what_an_earlier_run_wrote(
 ) -> None:  # fmt: skip
     source, _, _ = documents
     monkeypatch.setattr("nobackfill.adopt.migrating._EVERY", 0.0)
-    monkeypatch.setattr(NativeVectorComputer, "window", 100)
+    monkeypatch.setattr(NativeVectorComputer, "window_rows", 100)
     assert run(source, *START) == 0
     assert re.search(
         r"120 of 120 items embedded, \d+ a second, [\d.]+ \w+ left", capsys.readouterr().err
     )
-    make = NativeVectorComputer.make
+    make = NativeVectorComputer.compute
     calls: list[int] = []
 
     def pausing(self: NativeVectorComputer, *parts: Any) -> Any:
@@ -844,7 +844,7 @@ def test_progress_counts_what_an_earlier_run_wrote(
             assert run("pause") == 0
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorComputer, "make", pausing)
+    monkeypatch.setattr(NativeVectorComputer, "compute", pausing)
     assert run(source, *START, "--yes") == 75
     assert "100 of 300 rows re-embedded" in capsys.readouterr().err
     assert run(source, *START, "--yes") == 0

@@ -364,7 +364,7 @@ class ChromaTable(Migrated):
         self._put(self.bodies)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self.server.send(method, path, "docs", body)
+        return self.server.request_json(method, path, "docs", body)
 
     def _put(self, bodies: dict[int, str]) -> None:
         body = {

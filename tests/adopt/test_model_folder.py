@@ -75,7 +75,7 @@ def test_static_embeddings_need_no_onnx_file(case: str, tmp_path: Path, cache: P
     assert not cache.exists()
     items, queries = opened(tmp_path / "m")
     assert items.fingerprint == queries.fingerprint
-    assert (items.reads, queries.reads) == ("documents", "queries")
+    assert (items.text_role, queries.text_role) == ("documents", "queries")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -175,9 +175,9 @@ def test_each_role_takes_its_route(tmp_path: Path) -> None:
     alike(tmp_path / "m", save_modules(tmp_path / "m", [router, Normalize()]))
     items, queries = opened(tmp_path / "m")
     assert items.fingerprint == queries.fingerprint
-    assert items.reads == "documents"
-    assert queries.reads.startswith("queries by ")
-    assert items.fingerprint not in queries.reads
+    assert items.text_role == "documents"
+    assert queries.text_role.startswith("queries by ")
+    assert items.fingerprint not in queries.text_role
 
 
 def test_a_query_route_of_other_weights_is_another_encoder(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_query_route_of_other_weights_is_another_encoder(tmp_path: Path) -> No
         router = Router.for_query_document([static(seed=query)], [static(seed=2)])
         save_modules(tmp_path / name, [router])
         items, queries = opened(tmp_path / name)
-        reads.append((items.fingerprint, queries.reads))
+        reads.append((items.fingerprint, queries.text_role))
     assert reads[0][0] == reads[1][0] and reads[0][1] != reads[1][1]
 
 
@@ -224,7 +224,7 @@ def test_a_route_by_the_name_of_the_modality(tmp_path: Path) -> None:
     library = save_modules(tmp_path / "m", [router])
     alike(tmp_path / "m", library)
     items, queries = opened(tmp_path / "m")
-    assert items.reads == queries.reads == ""
+    assert items.text_role == queries.text_role == ""
 
 
 def test_a_missing_route_is_refused_with_what_adds_it(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_transformer_is_exported_once(
     assert graph.parent.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in graph.parent.iterdir()] == ["model.onnx"]
     items, queries = opened(tmp_path / "m")
-    assert (items.reads, queries.reads) == ("documents", "queries")
+    assert (items.text_role, queries.text_role) == ("documents", "queries")
     assert graph.stat().st_mtime_ns == before
 
     # The fingerprint is that of the folder: exported anew elsewhere, it is the same model.
@@ -354,7 +354,7 @@ def test_a_route_behind_an_onnx_file(tmp_path: Path, cache: Path) -> None:
     for queries, encode in ((False, library.encode_document), (True, library.encode_query)):
         model = open_embedder(str(tmp_path / "m" / "onnx" / "model.onnx"), queries=queries)
         np.testing.assert_allclose(model.embed(TEXTS), encode(TEXTS), atol=1e-5)
-        assert model.reads.startswith("queries by " if queries else "documents")
+        assert model.text_role.startswith("queries by " if queries else "documents")
 
 
 def test_an_onnx_file_in_the_folder_is_used(tmp_path: Path, cache: Path) -> None:

@@ -91,7 +91,7 @@ def test_every_row_is_embedded_and_flipped_while_others_write(
         stop.set()
         writer.join()
     done = carry(source, target, maker, flip=True)
-    assert done.total == COUNT
+    assert done.new_vector_count == COUNT
     if to == "n":
         assert native(connection, "v", model) == COUNT
     else:
@@ -151,7 +151,7 @@ def test_an_item_without_a_text_is_named_and_nothing_flips(
     count = "SELECT count(n) FROM t" if to == "n" else "SELECT count(v) FROM beside"
     assert connection.execute(count.encode()).fetchone() == (COUNT - 2,)
     connection.execute("UPDATE t SET v = NULL WHERE id IN (3, 4)")
-    assert carry(source, target, maker, flip=True).total == COUNT - 2
+    assert carry(source, target, maker, flip=True).new_vector_count == COUNT - 2
     if to == "n":
         assert native(connection, "v", model) == COUNT - 2
 
@@ -163,7 +163,11 @@ def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, 
     seen: list[str] = []
 
     class Counting:
-        fingerprint, kind, reads = embedder.fingerprint, embedder.kind, embedder.reads
+        fingerprint, input_kind, text_role = (
+            embedder.fingerprint,
+            embedder.input_kind,
+            embedder.text_role,
+        )
 
         def embed(self, items: list[str] | list[Path] | list[bytes]) -> np.ndarray:
             seen.extend(map(str, items))
@@ -178,7 +182,7 @@ def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, 
     with pytest.raises(KeyboardInterrupt):
         carry(source, target, maker, window=25)
     again = NativeVectorComputer(ColumnTexts(source, "body"), 8, embedder=Counting())
-    assert carry(source, target, again, window=25).total == COUNT
+    assert carry(source, target, again, window=25).new_vector_count == COUNT
     assert len(seen) == COUNT
     assert native(connection, "n", model) == COUNT
 

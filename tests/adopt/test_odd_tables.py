@@ -73,17 +73,17 @@ def test_pgvector_off_the_search_path(
         assert len(source.lookup(["3"])) == 1
         assert len(source.nearest(MADE.old[3], 5)) == 5
         assert len(source.nearest(MADE.new[3], 5, to)) == 5
-    assert done.total == 120
+    assert done.new_vector_count == 120
     # An application that knows nothing of the schema either.
     connection.execute("UPDATE docs SET body = 'x' WHERE id = 3")
     connection.execute("UPDATE docs SET v = (SELECT v FROM docs WHERE id = 5) WHERE id = 4")
     connection.execute("UPDATE docs SET v = NULL WHERE id = 6")
     again = carry(open_source(f"{address}#docs"), target(to), MAP, flip=flip)
-    assert (again.write_count, again.total) == (1, 119)
+    assert (again.write_count, again.new_vector_count) == (1, 119)
     connection.execute("DELETE FROM docs WHERE id = 6")
     connection.execute("INSERT INTO docs SELECT 6, NULL")
     if not flip:
-        for step in done.steps:
+        for step in done.next_steps:
             if step.startswith(("CREATE", "BEGIN")):
                 connection.execute(step.encode())
 
@@ -96,13 +96,13 @@ def test_behind_a_pooler_of_transactions(postgres: Server, to: str) -> None:
         connection.execute("CREATE INDEX ON docs USING hnsw (v vector_cosine_ops)")
         through = f"{pool}{urlsplit(address).path}#docs"
         with closing(open_searchable(through)) as source:
-            assert carry(source, target(to), MAP, window=20).total == 120
+            assert carry(source, target(to), MAP, window=20).new_vector_count == 120
             for row in range(20):
                 assert source.nearest(MADE.old[row], 1) == [str(row)]
                 assert source.nearest(MAP(MADE.old)[row], 1, to) == [str(row)]
             assert wrong(connection, to) == 0
             connection.execute("UPDATE docs SET v = NULL WHERE id < 7")
-            assert carry(source, target(to), MAP, window=20, flip=True).total == 113
+            assert carry(source, target(to), MAP, window=20, flip=True).new_vector_count == 113
 
 
 @BOTH
@@ -125,8 +125,8 @@ def test_partitions_are_carried_and_their_steps_run(
     source = open_source(f"{address}#docs")
     assert source.facts().metric == "squared_l2"
     done = carry(source, target(to), MAP, window=50)
-    assert done.total == 120 and wrong(connection, to) == 0
-    for step in done.steps:
+    assert done.new_vector_count == 120 and wrong(connection, to) == 0
+    for step in done.next_steps:
         if step.startswith(("CREATE", "BEGIN")):
             connection.execute(step.encode())
     if to == "n":
@@ -162,7 +162,7 @@ def test_what_is_no_table_with_a_key_of_its_own_is_refused(
     connection.execute("INSERT INTO more SELECT id, v FROM ONLY docs WHERE id < 10")
     assert "other tables inherit from this table (more)" in refusal(f"{address}#docs")
     # One of them alone is carried.
-    assert carry(open_source(f"{address}#more"), target("n2"), MAP).total == 10
+    assert carry(open_source(f"{address}#more"), target("n2"), MAP).new_vector_count == 10
 
 
 def test_a_trigger_that_drops_updates_is_named_as_the_cause(
@@ -179,7 +179,9 @@ def test_a_trigger_that_drops_updates_is_named_as_the_cause(
     )
     with pytest.raises(InvalidInputError, match="a trigger or a rule drops each"):
         carry(open_source(f"{address}#docs"), target("n"), MAP)
-    assert carry(open_source(f"{address}#docs"), target("table:beside"), MAP).total == 120
+    assert (
+        carry(open_source(f"{address}#docs"), target("table:beside"), MAP).new_vector_count == 120
+    )
 
 
 def test_two_models_in_one_column_are_counted(database: tuple[str, Connection]) -> None:

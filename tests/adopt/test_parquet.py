@@ -16,7 +16,7 @@ import pytest
 
 from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.maps import fit_maps
-from nobackfill.adopt.pairs import match, read_all
+from nobackfill.adopt.pairs import match_by_id, read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import read_table
 from nobackfill.adopt.sources.source import Target, Window
@@ -58,7 +58,7 @@ def test_keys_keep_their_type_and_join(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.parquet"
     old = pa.table({"id": KEYS[kind], "vector": pa.array(list(MADE.old))})
     pq.write_table(old, path, row_group_size=25)
-    assert carried(path).total == 60
+    assert carried(path).new_vector_count == 60
     new = pq.read_table(sorted((tmp_path / "_a.new").glob("*.parquet")))
     assert new.schema.field("id").type == KEYS[kind].type
     assert new["id"].combine_chunks().equals(KEYS[kind])
@@ -76,13 +76,13 @@ def test_an_export_that_was_replaced_is_carried_anew(tmp_path: Path, rows: int) 
     folder = tmp_path / "s"
     write_parquet(folder / "a.parquet", MADE.ids, MADE.old, 20)
     write_parquet(folder / "b.parquet", [f"b-{name}" for name in MADE.ids], MADE.old, 20)
-    assert carried(folder).total == 120
+    assert carried(folder).new_vector_count == 120
     write_parquet(folder / "a.parquet", MADE.ids[:rows], MADE.old[::-1][:rows], 20)
     done = carried(folder)
-    assert (done.write_count, done.total) == (rows, 60 + rows)
+    assert (done.write_count, done.new_vector_count) == (rows, 60 + rows)
     assert right(folder, folder / "_new")
     (folder / "b.parquet").unlink()
-    assert carried(folder).total == rows
+    assert carried(folder).new_vector_count == rows
     assert right(folder, folder / "_new")
 
 
@@ -111,7 +111,7 @@ def test_a_folder_of_before_november_2026_is_gone_on_with(tmp_path: Path, suffix
     pq.write_table(made, folder / "a.0.parquet")
     assert len(read_all(open_source(str(folder)))) == 60
     done = carried(path)
-    assert (done.write_count, done.total) == (60, 60)
+    assert (done.write_count, done.new_vector_count) == (60, 60)
     assert right(path, folder)
     assert carried(path).write_count == 0
     assert open_source(str(path)).drop_new_vectors("new") and not folder.exists()
@@ -123,7 +123,7 @@ def test_a_copy_of_an_export_is_its_own(tmp_path: Path) -> None:
     carried(tmp_path / "one" / "a.parquet")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
     os.utime(tmp_path / "two" / "a.parquet", (1, 1))
-    assert carried(tmp_path / "two" / "a.parquet").total == 60
+    assert carried(tmp_path / "two" / "a.parquet").new_vector_count == 60
     assert right(tmp_path / "two" / "a.parquet", tmp_path / "two" / "_a.new")
 
 
@@ -134,7 +134,7 @@ def test_folders_of_partitions_are_read_and_kept(tmp_path: Path) -> None:
         inside = folder / "lang=en" / f"year=202{number}"
         write_parquet(inside / "part-0.parquet", MADE.ids[here], MADE.old[here], 20)
     write_parquet(folder / "archive" / "x.parquet", ["no partition"], MADE.old[:1])
-    assert carried(folder).total == 60
+    assert carried(folder).new_vector_count == 60
     assert right(folder, folder / "_new")
     assert sorted(path.parent.name for path in (folder / "_new").rglob("*.parquet")) == [
         "year=2020", "year=2020", "year=2021", "year=2021",
@@ -160,8 +160,8 @@ def _binary_ids(folder: Path) -> None:
 def test_ids_in_bytes_match_the_same_ids_in_text(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "old")
     new = write_parquet(tmp_path / "new.parquet", MADE.ids, MADE.new)
-    matched = match(open_source(str(tmp_path / "old")), open_source(str(new)))
-    assert matched.pairs.ids == MADE.ids and not matched.without_old
+    matched = match_by_id(open_source(str(tmp_path / "old")), open_source(str(new)))
+    assert matched.pairs.ids == MADE.ids and not matched.ids_without_old
 
 
 def test_a_damaged_page_is_refused(tmp_path: Path) -> None:

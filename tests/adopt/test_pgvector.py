@@ -48,7 +48,7 @@ def test_most_rows_stay_on_their_page_and_no_index_learns_of_them(
     address, connection = table
     before = connection.execute("SELECT pg_relation_size('t')").fetchone()
     # Its connections end with the source, and what they did is counted then.
-    assert carry(open_source(f"{address}#t"), TARGET, MAP).total == 400
+    assert carry(open_source(f"{address}#t"), TARGET, MAP).new_vector_count == 400
     after = connection.execute("SELECT pg_relation_size('t')").fetchone()
 
     def hot_and_all() -> tuple[int, int]:
@@ -68,7 +68,7 @@ def test_most_rows_stay_on_their_page_and_no_index_learns_of_them(
 
 def test_after_the_flip_rows_are_put_as_before(table: tuple[str, psycopg.Connection]) -> None:
     address, connection = table
-    steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
+    steps = carry(open_source(f"{address}#t"), TARGET, MAP).next_steps
     connection.execute(steps[-1].encode())
     put = "INSERT INTO t (id, v, body) VALUES (%s, %s, 'x')"
     connection.execute(put, (1000, str(MADE.new[0].tolist())))
@@ -101,7 +101,7 @@ def test_rows_of_partitions_are_told_apart(postgres: Server) -> None:
         rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
         with connection.transaction(), connection.cursor() as cursor:
             cursor.executemany("INSERT INTO t VALUES (%s, %s)", rows)
-        assert carry(open_source(f"{address}#t"), TARGET, MAP, window=150).total == 400
+        assert carry(open_source(f"{address}#t"), TARGET, MAP, window=150).new_vector_count == 400
         wrong = 0
         for number, vector in connection.execute("SELECT id, n::text FROM t").fetchall():
             expected = MAP(MADE.old[number : number + 1])[0]
@@ -127,7 +127,7 @@ def test_columns_may_be_called_as_the_trigger_calls_its_rows(postgres: Server) -
         assert carry(open_source(f"{address}#Old"), to, MAP).write_count == 5
         connection.execute(put, (3, *[str(MADE.old[9].tolist())] * 2))
         connection.execute('DELETE FROM "Old" WHERE "new" = 1')
-        assert carry(open_source(f"{address}#Old"), to, MAP).total == 4
+        assert carry(open_source(f"{address}#Old"), to, MAP).new_vector_count == 4
         found = connection.execute('SELECT "old"::real[] FROM beside WHERE "new" = 3').fetchall()
         np.testing.assert_allclose(MAP(MADE.old[9:10]), np.array(found[0], np.float32), atol=1e-5)
 
@@ -150,7 +150,7 @@ def test_keys_of_any_type_find_their_vectors(postgres: Server, kind: str, keys: 
         rows = [(key, str(v.tolist())) for key, v in zip(keys, MADE.old, strict=False)]
         connection.cursor().executemany('INSERT INTO "T; --" VALUES (%s, %s)', rows)
         to = Target('table:new "table"', MAP.dims[1], MAP.digest)
-        assert carry(open_source(f"{address}#T; --"), to, MAP, window=3).total == 8
+        assert carry(open_source(f"{address}#T; --"), to, MAP, window=3).new_vector_count == 8
         found = connection.execute(
             'SELECT o."v""w"::real[], n."v""w"::real[] FROM "T; --" o '
             'JOIN "new ""table""" n ON o."k {} %%" = n."k {} %%"',
@@ -183,9 +183,9 @@ def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Pa
                     items_available=False, key=None, vector=None)  # fmt: skip
         mapping = load_map(tmp_path / "map.npz")
         begun = time.perf_counter()
-        carry(open_source(old), replace(TARGET, mark=mapping.digest), mapping)
+        carry(open_source(old), replace(TARGET, computer_digest=mapping.digest), mapping)
         took = time.perf_counter() - begun
-    ways = found.answer["ways"]
+    ways = found.json_answer["ways"]
     assert isinstance(ways, list)
     (told,) = (way["all_seconds"] for way in ways if way["name"] == "map")
     assert took / 10 < told < took * 10

@@ -32,7 +32,7 @@ def carried(address: str, *, flip: bool = False) -> CarryResult:
 
 def flipped(address: str, connection: Connection, how: str) -> None:
     """By what is printed, or by the tool."""
-    steps = carried(address, flip=how == "tool").steps
+    steps = carried(address, flip=how == "tool").next_steps
     if how == "printed":
         for statement in steps:
             if statement.startswith(("CREATE INDEX", "BEGIN")):
@@ -178,10 +178,10 @@ def test_equal_dimensions_hide_nothing(postgres: Server, how: str) -> None:
         rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
         connection.cursor().executemany("INSERT INTO t VALUES (%s, %s)", rows)
         connection.execute("CREATE VIEW searchable AS SELECT * FROM t")
-        target = replace(COLUMN, dim=24, mark=mapping.digest)
+        target = replace(COLUMN, dim=24, computer_digest=mapping.digest)
         done = carry(open_source(f"{address}#t", vector="v"), target, mapping, flip=how == "tool")
         if how == "printed":
-            connection.execute(done.steps[-1].encode())
+            connection.execute(done.next_steps[-1].encode())
         for number, vector in list(enumerate(MADE.old @ turn))[:100:10]:
             near = f"SELECT id FROM searchable ORDER BY v <=> '{vector.tolist()}' LIMIT 1"
             assert one(connection, near) == number
@@ -203,7 +203,7 @@ def test_parts_of_a_partitioned_table_are_moved_once(postgres: Server) -> None:
         )
         rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
         connection.cursor().executemany("INSERT INTO t (id, v) VALUES (%s, %s)", rows)
-        connection.execute(carried(address).steps[-1].encode())
+        connection.execute(carried(address).next_steps[-1].encode())
         dims = "SELECT DISTINCT vector_dims(v), length(short) FROM t"
         assert connection.execute(dims.encode()).fetchall() == [(32, 32)]
         assert one(connection, "SELECT count(*) FROM odd WHERE vector_dims(v) = 32") == one(
@@ -240,7 +240,7 @@ def test_what_cannot_be_moved_is_named_and_nothing_flips(
 ) -> None:
     address, connection = table
     connection.execute(hanging.encode())
-    steps = carried(address).steps
+    steps = carried(address).next_steps
     assert [step for step in steps if step.startswith("BEGIN")] == []
     assert named in steps[-1] and "would still read the old vectors of v" in steps[-1]
     with pytest.raises(InvalidInputError, match=named):
@@ -252,12 +252,12 @@ def test_what_came_since_the_flip_was_printed_is_not_left_behind(
     table: tuple[str, Connection],
 ) -> None:
     address, connection = table
-    *_, flip = carried(address).steps
+    *_, flip = carried(address).next_steps
     connection.execute("CREATE VIEW late AS SELECT id, v FROM t")
     with pytest.raises(psycopg.errors.RaiseException, match="carry again"):
         connection.execute(flip.encode())
     connection.rollback()
-    connection.execute(carried(address).steps[-1].encode())
+    connection.execute(carried(address).next_steps[-1].encode())
     assert one(connection, "SELECT vector_dims(v) FROM late LIMIT 1") == 32
 
 
@@ -266,7 +266,7 @@ def test_a_table_beside_names_who_reads_the_old_vectors_still(
 ) -> None:
     address, connection = table
     connection.execute("CREATE VIEW searchable AS SELECT id, v FROM t")
-    steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
+    steps = carry(open_source(f"{address}#t"), TARGET, MAP).next_steps
     assert "the old vectors are still read by view public.searchable" in steps
 
 
@@ -275,7 +275,7 @@ def test_what_is_carried_elsewhere_stays_with_the_old_vectors(
 ) -> None:
     address, connection = table
     carry(open_source(f"{address}#t"), TARGET, MAP)
-    connection.execute(carried(address).steps[-1].encode())
+    connection.execute(carried(address).next_steps[-1].encode())
     connection.execute("UPDATE t SET v_before = v_before::real[] WHERE id < 10")
     connection.execute("DELETE FROM t WHERE id = 20")
     emptied = "SELECT id FROM beside WHERE v IS NULL"
@@ -378,7 +378,7 @@ def test_a_length_that_may_be_of_another_vector_is_not_changed(
         with pytest.raises(InvalidInputError, match=r"twin|default"):
             carried(address, flip=True)
     else:
-        assert not any(step.startswith("BEGIN") for step in carried(address).steps)
+        assert not any(step.startswith("BEGIN") for step in carried(address).next_steps)
     assert connection.execute(b"SELECT count(*) FROM t WHERE v IS NOT NULL").fetchone() != (0,)
     connection.execute(b"DROP VIEW IF EXISTS twin")
 

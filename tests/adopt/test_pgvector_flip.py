@@ -84,7 +84,7 @@ def test_nothing_is_lost_while_others_write(table: tuple[str, Connection], targe
         # A fast machine flips before they have written much.
         wait_until(lambda: len(writers.keys) > 310, "others write")
         done = carried(address, target, flip=True)
-    assert done.steps == []
+    assert done.next_steps == []
     check(connection, target, writers.keys)
     indexed = connection.execute("SELECT indexdef FROM pg_indexes WHERE indexdef LIKE '%hnsw%'")
     assert len(indexed.fetchall()) == 2
@@ -93,7 +93,7 @@ def test_nothing_is_lost_while_others_write(table: tuple[str, Connection], targe
 @both
 def test_the_printed_flip_refuses_to_lose_a_row(table: tuple[str, Connection], target: Any) -> None:
     address, connection = table
-    *_, flip = carried(address, target).steps
+    *_, flip = carried(address, target).next_steps
     put(connection, [7, 5000], drawn(1, 2))
     with pytest.raises(psycopg.errors.RaiseException, match="t: rows have no new vector yet"):
         connection.execute(flip.encode())
@@ -121,7 +121,7 @@ def test_rows_without_a_vector_are_filled_after_the_flip(
     vector = "v_before" if target is COLUMN else "v"
     source = open_source(f"{address}#t", vector=vector)
     done = carry(source, again, MAP)
-    assert (done.write_count, done.total, done.steps) == (1, 301, [])
+    assert (done.write_count, done.new_vector_count, done.next_steps) == (1, 301, [])
     # Vectors that a writer has made since stay.
     found = connection.execute(f"{FLIPPED[target.name]} WHERE id IN (3, 6000)".encode()).fetchall()
     new = {key: np.array(vector, np.float32) for key, _, vector in found}
@@ -178,7 +178,7 @@ def test_the_printed_flip_refuses_vectors_that_went_stale_without_triggers(
     off, relation, on = UNWATCHED[way]
     if relation != "t":
         partition(connection)
-    *_, flip = carried(address, target).steps
+    *_, flip = carried(address, target).next_steps
     connection.execute(off.encode())
     vector = str(drawn(1, 1)[0].tolist())
     connection.execute(f"UPDATE {relation} SET v = '{vector}' WHERE id = 150".encode())
@@ -191,7 +191,7 @@ def test_the_printed_flip_refuses_vectors_that_went_stale_without_triggers(
     with pytest.raises(VerificationError, match="'150'"):
         carry(source, target, MAP)
     assert source.drop_new_vectors(target.name)
-    *_, flip = carried(address, target).steps
+    *_, flip = carried(address, target).next_steps
     connection.execute(flip.encode())
     check(connection, target, set(range(300)))
 

@@ -73,7 +73,7 @@ def test_a_killed_build_is_made_again(
 ) -> None:
     address, connection = table
     relation, column = PLACES[target.name]
-    statement = carried(address, target).steps[0]
+    statement = carried(address, target).next_steps[0]
     assert "CONCURRENTLY" in statement
     kill_build(address, connection, relation, statement)
     kill_build(address, connection, relation, statement)
@@ -84,10 +84,10 @@ def test_a_killed_build_is_made_again(
     assert names(connection, INVALID) == ["mine"]
     connection.execute("DROP INDEX mine")
     if not flip:
-        assert done.steps[0] == statement
+        assert done.next_steps[0] == statement
         connection.execute(statement.encode())
         # It is not printed, nor built, a second time.
-        assert not any("CREATE INDEX" in step for step in carried(address, target).steps)
+        assert not any("CREATE INDEX" in step for step in carried(address, target).next_steps)
         carried(address, target, flip=True)
     assert vector_indexes(connection) == sorted(["t", relation])
 
@@ -99,7 +99,7 @@ def test_a_flip_builds_only_the_index_that_is_missing(
     address, connection = table
     relation, _ = PLACES[target.name]
     connection.execute("CREATE INDEX ON t USING hnsw (v vector_cosine_ops) WITH (m = 8)")
-    *statements, _, _ = carried(address, target).steps
+    *statements, _, _ = carried(address, target).next_steps
     assert len(statements) == (2 if target is COLUMN else 1)
     connection.execute(statements[-1].encode())
     carried(address, target, flip=True)
@@ -119,11 +119,11 @@ def test_of_two_flips_at_once_one_refuses(table: tuple[str, Connection], target:
             second: Future[CarryResult] = pool.submit(carried, address, target, flip=True)
             with pytest.raises(BusyError, match="another --flip of this table"):
                 second.result(timeout=60)
-        assert first.result(timeout=60).total == 300
+        assert first.result(timeout=60).new_vector_count == 300
     assert names(connection, INVALID) == []
     assert vector_indexes(connection) == sorted(["t", relation])
     # The lock ends with the flip.
-    assert carried_again(address, target).steps == []
+    assert carried_again(address, target).next_steps == []
 
 
 def carried_again(address: str, target: Target) -> CarryResult:
@@ -146,7 +146,7 @@ def test_a_flip_whose_build_fails_leaves_no_index(
         with pytest.raises(NobackfillError, match="cancel"):
             flip.result(timeout=60)
     assert names(connection, INVALID) == []
-    assert carried(address, target, flip=True).total == 300
+    assert carried(address, target, flip=True).new_vector_count == 300
 
 
 @both
@@ -156,7 +156,7 @@ def test_an_index_that_somebody_builds_is_left_alone(
     """It is INVALID until it is done."""
     address, connection = table
     relation, _ = PLACES[target.name]
-    statement = carried(address, target).steps[0]
+    statement = carried(address, target).next_steps[0]
 
     def build() -> None:
         with psycopg.connect(address, autocommit=True) as builder:
@@ -166,7 +166,7 @@ def test_an_index_that_somebody_builds_is_left_alone(
         with writer_in(address, relation):
             building = pool.submit(build)
             wait_until(lambda: names(connection, INVALID), "the owner builds an index")
-            assert carried(address, target).total == 300
+            assert carried(address, target).new_vector_count == 300
             with pytest.raises(BusyError):
                 carried(address, target, flip=True)
         building.result(timeout=60)

@@ -96,9 +96,11 @@ def test_what_keeps_a_flip_is_named_before_anything_is_written(
         raise InvalidInputError(refusal(address, connection))
     # Without --flip the vectors are carried: another column may be what is searched.
     done = carried(address, flip=False)
-    assert done.total == 300 and not any(step.startswith("BEGIN") for step in done.steps)
+    assert done.new_vector_count == 300 and not any(
+        step.startswith("BEGIN") for step in done.next_steps
+    )
     with pytest.raises(InvalidInputError, match=sentence):
-        raise InvalidInputError(done.steps[-1])
+        raise InvalidInputError(done.next_steps[-1])
 
 
 @pytest.mark.parametrize("whole", ["", " PARTITION BY HASH (id)"], ids=["parent", "partitions"])
@@ -115,7 +117,7 @@ def test_an_inherited_column_is_not_flipped(postgres: Server, whole: str) -> Non
         assert ("with all its partitions" if whole else 'TABLE "c" NO INHERIT t') in said
         if not whole:
             connection.execute("ALTER TABLE c NO INHERIT t")
-            assert carried(address, "c").total == 0
+            assert carried(address, "c").new_vector_count == 0
             assert "v_before" in columns(connection, "c")
 
 
@@ -150,7 +152,7 @@ def test_what_another_role_owns_is_named_before_anything_is_written(
     if "RULE" not in other:
         assert f"GRANT CREATE ON SCHEMA public TO {one}" in refusal(own, connection)
     connection.execute(f"GRANT CREATE ON SCHEMA public TO {one}, {two}".encode())
-    assert carried(own).total == 300
+    assert carried(own).new_vector_count == 300
     assert "v_before" in columns(connection, "t")
     connection.execute(f"DROP OWNED BY {one}, {two} CASCADE".encode())
 
@@ -177,7 +179,7 @@ def test_not_null_is_as_it_was(table: tuple[str, Connection], valid: str) -> Non
     if valid:
         connection.execute("UPDATE t SET v = NULL WHERE id = 3")
     connection.execute(f"ALTER TABLE t ADD CONSTRAINT must NOT NULL v{valid}".encode())
-    assert carried(address).total == (299 if valid else 300)
+    assert carried(address).new_vector_count == (299 if valid else 300)
     found = "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'must'"
     assert connection.execute(found).fetchone() == (f"NOT NULL v{valid}",)
     connection.execute("INSERT INTO t (id, v) SELECT 999, v FROM t WHERE id = 4")
@@ -194,7 +196,7 @@ def test_not_null_of_a_partition_is_as_it_was(postgres: Server) -> None:
             ALTER TABLE t0 ADD CONSTRAINT must NOT NULL v"""
         )
         put(connection, range(300), MADE.old)
-        assert carried(address).total == 300
+        assert carried(address).new_vector_count == 300
         connection.execute("INSERT INTO t (id, v) SELECT 999, v FROM t WHERE id = 4")
         with pytest.raises(psycopg.errors.NotNullViolation, match="t0"):
             connection.execute("INSERT INTO t (id) VALUES (1000)")
@@ -218,7 +220,7 @@ def test_a_key_is_unique_and_there_in_every_row(
     with pytest.raises(InvalidInputError, match="found none in 'k'"):
         open_source(f"{address}#t", key="k")
     connection.execute("UPDATE t SET k = 7 WHERE k IS NULL; ALTER TABLE t ALTER k SET NOT NULL")
-    assert carry(open_source(f"{address}#t", key="k"), to, MAP, flip=True).total == 300
+    assert carry(open_source(f"{address}#t", key="k"), to, MAP, flip=True).new_vector_count == 300
 
 
 def test_a_table_of_its_own_needs_a_key_that_can_be_referenced(
@@ -230,15 +232,15 @@ def test_a_table_of_its_own_needs_a_key_that_can_be_referenced(
     with pytest.raises(InvalidInputError, match="deferrable"):
         carry(open_source(f"{address}#t"), TARGET, MAP, flip=True)
     assert connection.execute("SELECT to_regclass('beside')").fetchone() == (None,)
-    assert "deferrable" in carry(open_source(f"{address}#t"), TARGET, MAP).steps[-1]
+    assert "deferrable" in carry(open_source(f"{address}#t"), TARGET, MAP).next_steps[-1]
     connection.execute("CREATE UNIQUE INDEX ON t (id)")
-    assert carry(open_source(f"{address}#t"), TARGET, MAP, flip=True).total == 300
+    assert carry(open_source(f"{address}#t"), TARGET, MAP, flip=True).new_vector_count == 300
 
 
 def test_the_table_of_an_unlogged_table_is_unlogged(table: tuple[str, Connection]) -> None:
     address, connection = table
     connection.execute("ALTER TABLE t SET UNLOGGED")
-    assert carry(open_source(f"{address}#t"), TARGET, MAP, flip=True).total == 300
+    assert carry(open_source(f"{address}#t"), TARGET, MAP, flip=True).new_vector_count == 300
     query = "SELECT relpersistence::text FROM pg_class WHERE relname = 'beside'"
     assert connection.execute(query).fetchone() == ("u",)
 
@@ -270,9 +272,9 @@ def test_operators_without_a_schema_are_found(
         source = open_source(f"{address}#t", vector="v")
         done = carry(source, to, MAP, flip=how == "tool")
         if how == "printed":
-            connection.execute(done.steps[-1].encode())
+            connection.execute(done.next_steps[-1].encode())
         if to is TARGET:
-            assert not any("policies" in step for step in done.steps)
+            assert not any("policies" in step for step in done.next_steps)
             found = connection.execute("SELECT v::real[] FROM beside WHERE id = 3").fetchone()
         else:
             found = connection.execute("SELECT v::real[] FROM w WHERE id = 3").fetchone()

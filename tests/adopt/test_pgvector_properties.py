@@ -20,7 +20,7 @@ SETTINGS = (
 
 
 def flipped(address: str, connection: Connection, how: str, to: Target = COLUMN) -> None:
-    steps = carry(open_source(f"{address}#t", vector="v"), to, MAP, flip=how == "tool").steps
+    steps = carry(open_source(f"{address}#t", vector="v"), to, MAP, flip=how == "tool").next_steps
     if how == "printed":
         for step in steps:
             if step.startswith(("CREATE INDEX", "BEGIN")):
@@ -90,7 +90,7 @@ def test_a_column_has_the_comment_of_the_old_one(
     source = open_source(f"{address}#t", vector="v")
     assert source.facts().model == COLUMN.model
     connection.execute("ALTER TABLE t DROP COLUMN v_before")
-    carry(source, replace(COLUMN, dim=BACK.dims[1], mark=BACK.digest), BACK, flip=True)
+    carry(source, replace(COLUMN, dim=BACK.dims[1], computer_digest=BACK.digest), BACK, flip=True)
     again = one(connection, query)
     assert isinstance(again, str) and again.startswith(comment + "\n{")
     assert again.count("\n") == comment.count("\n") + 1

@@ -65,9 +65,9 @@ def test_a_renamed_table_finds_its_new_vectors(
     else:
         done = carry(source, target, MAP, flip=end == "flip")
         # It carries nothing a second time.
-        assert (done.write_count, done.total) == (0, 300)
+        assert (done.write_count, done.new_vector_count) == (0, 300)
         if end == "printed":
-            connection.execute(done.steps[-1].encode())
+            connection.execute(done.next_steps[-1].encode())
         query = f"""SELECT t.{rename.vector}::real[], b.{rename.vector}::real[]
             FROM {rename.table} t JOIN {rename.new} b USING ({rename.key})"""
         rows = connection.execute(query.encode()).fetchall()
@@ -123,14 +123,14 @@ def test_a_table_that_took_the_name_has_no_part_in_it(table: tuple[str, Connecti
     vector = str(drawn(2, 1)[0].tolist())
     connection.execute("UPDATE t_old SET v = %s WHERE id = 3", [vector])
     done = carry(open_source(f"{address}#t_old"), TARGET, MAP)
-    assert (done.write_count, done.total) == (1, 300)
+    assert (done.write_count, done.new_vector_count) == (1, 300)
 
 
 def test_the_printed_flip_refuses_a_table_that_took_the_name(
     table: tuple[str, Connection],
 ) -> None:
     address, connection = table
-    steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
+    steps = carry(open_source(f"{address}#t"), TARGET, MAP).next_steps
     connection.execute(
         "ALTER TABLE t RENAME TO t_old; CREATE TABLE t (id int PRIMARY KEY, v vector(24))"
     )

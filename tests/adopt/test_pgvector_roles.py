@@ -50,9 +50,9 @@ def test_a_table_beside_is_its_owners_until_the_flip_gives_it(
     done = carry(open_source(f"{address}#t"), TARGET, MAP)
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         read(connection, role)
-    (sentence,) = [step for step in done.steps if step.startswith('"public"."beside" has')]
+    (sentence,) = [step for step in done.next_steps if step.startswith('"public"."beside" has')]
     assert "the policies own of t" in sentence
-    connection.execute(done.steps[-1].encode())
+    connection.execute(done.next_steps[-1].encode())
     # No column tells whose row it is: the old table's rows do.
     assert read(connection, role) == [(0,)]
     connection.execute("SET app.tenant = 'b'")
@@ -79,9 +79,9 @@ def test_policies_of_the_key_and_grants_of_columns_go_along(
         f"GRANT SELECT (id, v), UPDATE (v) ON t TO {role} WITH GRANT OPTION".encode()
     )
     done = carry(open_source(f"{address}#t"), TARGET, MAP)
-    assert [step for step in done.steps if "policies" in step] == []
-    assert "\n" not in done.steps[-1]
-    connection.execute(done.steps[-1].encode())
+    assert [step for step in done.next_steps if "policies" in step] == []
+    assert "\n" not in done.next_steps[-1]
+    connection.execute(done.next_steps[-1].encode())
     assert read(connection, role, "id") == [(1,), (2,)]
     with acting(connection, role):
         assert connection.execute("UPDATE beside SET v = v").rowcount == 1
@@ -101,7 +101,7 @@ def test_hidden_rows_are_not_passed_over(table: tuple[str, Connection], role: st
     )
     own = address.replace("postgres@", f"{role}@")
     source = open_source(f"{own}#t")
-    target = TARGET if to == TARGET.name else type(TARGET)(to, TARGET.dim, TARGET.mark)
+    target = TARGET if to == TARGET.name else type(TARGET)(to, TARGET.dim, TARGET.computer_digest)
     with pytest.raises(NotPermittedError, match=rf"hide rows from the role '{role}'"):
         carry(source, target, MAP)
     with pytest.raises(NotPermittedError):
@@ -110,7 +110,7 @@ def test_hidden_rows_are_not_passed_over(table: tuple[str, Connection], role: st
     made = "SELECT count(*) FROM pg_class WHERE relname = 'beside'"
     assert connection.execute(made).fetchone() == (0,)
     # One whom no policy binds carries all of them, and is not bound by its own trigger.
-    assert carry(open_source(f"{address}#t"), target, MAP).total == 300
+    assert carry(open_source(f"{address}#t"), target, MAP).new_vector_count == 300
     with acting(connection, role):
         connection.execute("UPDATE t SET v = '[" + ",".join(["1"] * 24) + "]' WHERE id = 7")
     assert carry(open_source(f"{address}#t"), target, MAP).write_count == 1

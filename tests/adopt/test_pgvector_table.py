@@ -61,7 +61,7 @@ def test_somebody_elses_table_is_left_alone(table: tuple[str, Connection]) -> No
     assert connection.execute("SELECT v FROM beside").fetchall() == [("mine",)]
     # Nor that of another source, though the map is the same.
     connection.execute("DROP TABLE beside; CREATE TABLE u (id int PRIMARY KEY, v vector(24))")
-    assert carry(open_source(f"{address}#u"), TARGET, MAP).total == 0
+    assert carry(open_source(f"{address}#u"), TARGET, MAP).new_vector_count == 0
     with pytest.raises(AlreadyExistsError):
         carried(address)
     assert not open_source(f"{address}#t").drop_new_vectors("table:beside")
@@ -84,7 +84,7 @@ def test_a_table_that_nothing_watches_is_refused(table: tuple[str, Connection], 
 
 def test_the_flip_leaves_a_table_that_goes_with_the_old_one(table: tuple[str, Connection]) -> None:
     address, connection = table
-    steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
+    steps = carry(open_source(f"{address}#t"), TARGET, MAP).next_steps
     for step in (steps[0], steps[-1]):
         connection.execute(step.encode())
     assert connection.execute("SELECT count(*) FROM beside").fetchone() == (300,)

@@ -57,7 +57,7 @@ def test_a_key_that_comes_back_after_all_was_emptied_has_its_own_vector(
             put(connection, range(5), drawn(2, 5))
 
     source = Racing(open_source(f"{address}#t"), between)
-    assert carry(source, TARGET, MAP, window=500).total == 5  # type: ignore[arg-type]
+    assert carry(source, TARGET, MAP, window=500).new_vector_count == 5  # type: ignore[arg-type]
     assert stale(connection) == 0
     connection.execute("TRUNCATE t")
     assert carried(address) == 0
@@ -89,7 +89,7 @@ def test_what_another_carries_between_two_readings_is_not_wrong(
     address, connection = table
     carried(address)
     overtaken = Overtaken(address, connection)
-    assert carry(overtaken, TARGET, MAP, window=400).total == 300  # type: ignore[arg-type]
+    assert carry(overtaken, TARGET, MAP, window=400).new_vector_count == 300  # type: ignore[arg-type]
     # It seemed wrong, and was looked at again.
     assert overtaken.readings == 2
     connection.execute("UPDATE beside SET v = %s WHERE id = 9", (str([0.5] * TARGET.dim),))

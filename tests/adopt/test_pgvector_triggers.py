@@ -91,7 +91,7 @@ def test_a_generated_vector_is_carried_and_followed(postgres: Server, target: An
             "v vector(24) GENERATED ALWAYS AS (embed(body)) STORED)"
         )
         connection.execute("INSERT INTO t SELECT n, 'on ' || n FROM generate_series(1, 60) n")
-        assert carried(address, target).total == 60
+        assert carried(address, target).new_vector_count == 60
         connection.execute("UPDATE t SET body = 'changed' WHERE id < 11")
         assert stale(connection, target) == []
         assert carried(address, target).write_count == 10
@@ -230,7 +230,7 @@ def test_triggers_of_an_earlier_commit_are_made_anew(
     else:
         connection.execute("ALTER TABLE t ENABLE TRIGGER ALL")
     assert connection.execute(ours).fetchall() != now
-    assert carried(address, target).total == 300
+    assert carried(address, target).new_vector_count == 300
     assert connection.execute(ours).fetchall() == now
     assert {state for _, state, _ in now} == {"A"}
 

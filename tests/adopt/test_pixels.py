@@ -59,7 +59,7 @@ def photographs(folder: Path) -> Path:
 
 def read_by(model: Path, folder: Path) -> dict[str, np.ndarray]:
     items = read_items(str(folder), column="text")
-    vectors = open_embedder(str(model), pixels={"normalise": False}).embed(items.values)
+    vectors = open_embedder(str(model), pixels={"normalise": False}).embed(items.contents)
     return dict(zip(items.ids, vectors, strict=True))
 
 
@@ -231,4 +231,4 @@ def test_what_cannot_be_done_is_refused(name: str, said: object, why: str, tmp_p
         open_embedder(str(model))
     # Said by hand instead.
     (tmp_path / "m" / "model.json").write_text('{"fit": "pad"}')
-    assert open_embedder(str(model)).kind == "image"
+    assert open_embedder(str(model)).input_kind == "image"

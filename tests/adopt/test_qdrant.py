@@ -135,7 +135,7 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     for row in range(40, 120):
         store.put(MADE.ids[row], MADE.old[row])
     racing = Racing(store.open(), others, others)
-    steps = carry(racing, TARGET, MAP, window=20, flip=True).steps  # type: ignore[arg-type]
+    steps = carry(racing, TARGET, MAP, window=20, flip=True).next_steps  # type: ignore[arg-type]
     assert "using='new'" in steps[0] and next(calls) > 2
     store.put(MADE.ids[5], MADE.old[6])
     assert carry(store.open(), TARGET, MAP).write_count >= 1
@@ -148,10 +148,10 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
         np.testing.assert_allclose(vector, expected, atol=1e-5)
     # Vectors in use cannot be rolled back.
     assert not store.open().drop_new_vectors("new")
-    assert carry(store.open(), TARGET, MAP, flip=True).steps == []
+    assert carry(store.open(), TARGET, MAP, flip=True).next_steps == []
 
 
-REVERSIBLE = replace(TARGET, reversible=True)
+REVERSIBLE = replace(TARGET, must_be_reversible=True)
 
 
 def reversible(store: Qdrant, vector: str | None = None) -> QdrantSource:
@@ -180,7 +180,7 @@ def put(store: Qdrant, name: str, **vectors: list[float]) -> None:
 
 def test_a_flip_goes_back_and_keeps_what_writers_put_twice(store: Qdrant) -> None:
     done = carry(store.open(), REVERSIBLE, MAP, flip=True)
-    assert done.total == 230 and "using='new'" in done.steps[0]
+    assert done.new_vector_count == 230 and "using='new'" in done.next_steps[0]
     assert reversible(store).flip_state(MAP.digest) == "flipped"
     assert reversible(store).flip_state("another") == "unknown"
     old, new = MADE.old[9].tolist(), MADE.new[9].tolist()
@@ -193,7 +193,7 @@ def test_a_flip_goes_back_and_keeps_what_writers_put_twice(store: Qdrant) -> Non
     with pytest.raises(InvalidInputError, match="2 points were written since the flip"):
         reversible(store).flip_back("new")
     assert named_vectors(store) == {"vector", "new"}
-    assert reversible(store).flip_back("new", lose=True) == 2
+    assert reversible(store).flip_back("new", allow_loss=True) == 2
     assert reversible(store).flip_state(MAP.digest) == "old"
     assert named_vectors(store) == {"vector"}
     found = read_all(store.open())
@@ -206,7 +206,7 @@ def test_a_flip_goes_back_and_keeps_what_writers_put_twice(store: Qdrant) -> Non
 
 
 def test_a_change_of_the_old_vector_or_the_text_alone_is_computed_again(store: Qdrant) -> None:
-    wanted = replace(REVERSIBLE, content="text")
+    wanted = replace(REVERSIBLE, content_column="text")
     assert carry(store.open(), wanted, MAP).write_count == 230
     assert carry(store.open(), wanted, MAP).write_count == 0
     update(store, MADE.ids[0], vector=MADE.old[9].tolist())
@@ -219,7 +219,7 @@ def test_a_change_of_the_old_vector_or_the_text_alone_is_computed_again(store: Q
     np.testing.assert_allclose(vectors[MADE.ids[0]], MAP(MADE.old[9:10])[0], atol=1e-5)
     # A new vector whose old one is gone was computed from nothing.
     store.client.delete_vectors("docs", ["vector"], [MADE.ids[0]])
-    assert carry(store.open(), wanted, MAP).total == 229
+    assert carry(store.open(), wanted, MAP).new_vector_count == 229
 
 
 def test_a_flip_holds_no_whole_collection_in_memory(store: Qdrant) -> None:
@@ -289,7 +289,7 @@ def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdr
     carry(store.open(), REVERSIBLE, MAP, flip=True)
     other = fit_maps(MADE.old, MADE.new)["procrustes"]
     with pytest.raises(AlreadyExistsError, match=r"since a flip by another map; .* finish"):
-        store.open().open_target(replace(REVERSIBLE, mark=other.digest))
+        store.open().open_target(replace(REVERSIBLE, computer_digest=other.digest))
     # Killed after the vectors, before the rest.
     with (
         patch.object(QdrantClient, "delete_collection", side_effect=KeyboardInterrupt),
@@ -306,8 +306,8 @@ def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdr
     again = reversible(store)
     assert again.vector == "new" and again.flip_state("another") == "old"
     second = fit_maps(MADE.new, MADE.old)["affine"]
-    target = Target("next", second.dims[1], second.digest, reversible=True)
-    assert carry(again, target, second, flip=True).total == 230
+    target = Target("next", second.dims[1], second.digest, must_be_reversible=True)
+    assert carry(again, target, second, flip=True).new_vector_count == 230
     assert reversible(store, "new").flip_state(second.digest) == "flipped"
     assert reversible(store, "new").flip_back("next") == 0
     assert reversible(store).vector == "new"
@@ -328,8 +328,8 @@ def test_a_flip_that_is_half_taken_back_can_be_taken_back_and_made_anew(store: Q
         if state == "flipped":
             assert source.flip_back("new") == 0
         assert named_vectors(store) == {"vector"}
-        anew = replace(REVERSIBLE, mark=other.digest)
-        assert carry(store.open(), anew, other, flip=True).total == 230
+        anew = replace(REVERSIBLE, computer_digest=other.digest)
+        assert carry(store.open(), anew, other, flip=True).new_vector_count == 230
         assert reversible(store, "vector").flip_back("new") == 0
         assert named_vectors(store) == {"vector"} and collections(store) == {"docs"}
 
@@ -347,7 +347,7 @@ def test_old_vectors_are_not_dropped_while_a_point_has_nothing_else(store: Qdran
 
 def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path: Path) -> None:
     plan = MigrationPlan(
-        f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="vector_new"
+        f"qdrant:{store.folder}#docs", "new:embed", vector_column="vector", new_column="vector_new"
     )
     (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
     assert Migration(tmp_path).vector_names() == ("vector_new", "vector")
@@ -440,13 +440,13 @@ def test_a_folder_that_cannot_be_written_is_refused_and_goes_on_later(store: Qdr
     with pytest.raises(CannotWriteError, match=r"cannot be written \(attempt to write a readonly"):
         carry(store.open(), REVERSIBLE, MAP)
     file.execute("PRAGMA query_only = 0")
-    assert carry(store.open(), REVERSIBLE, MAP).total == 230
+    assert carry(store.open(), REVERSIBLE, MAP).new_vector_count == 230
     assert reversible(store).drop_new_vectors("new")
     assert named_vectors(store) == {"vector"}
 
 
 def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:
-    reversible(store).name_model("the new model")
+    reversible(store).record_model("the new model")
     assert store.open().facts().model == "the new model"
     assert not store.open().drop_new_vectors("vector")
     assert reversible(store).flip_mark() is None
@@ -457,7 +457,7 @@ def test_a_vector_without_a_name_is_refused_before_anything_is_embedded(
 ) -> None:
     params = models.VectorParams(size=24, distance=models.Distance.COSINE)
     store.client.create_collection("unnamed", vectors_config=params)
-    request = MigrationPlan(f"qdrant:{store.folder}#unnamed", "new:embed", column="text")
+    request = MigrationPlan(f"qdrant:{store.folder}#unnamed", "new:embed", text_column="text")
     with pytest.raises(InvalidInputError, match="its vector has no name"):
         Migration(tmp_path / "work").decide(request, print)
     assert not (tmp_path / "work").exists()

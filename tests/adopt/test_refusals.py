@@ -14,7 +14,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
-from nobackfill.adopt.pairs import inspect, match
+from nobackfill.adopt.pairs import inspect, match_by_id
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target, Window
@@ -94,7 +94,10 @@ def test_a_store_without_items_is_named(
     source = open_source(address)
     assert inspect(source).count == 0
     mapping = load_map(Path(paths["map"]))
-    assert carry(source, Target("later", mapping.dims[1], mapping.digest), mapping).total == 0
+    assert (
+        carry(source, Target("later", mapping.dims[1], mapping.digest), mapping).new_vector_count
+        == 0
+    )
 
 
 @pytest.fixture
@@ -120,8 +123,8 @@ def test_pairs_in_any_order_are_paired_by_id(tmp_path: Path, paths: dict[str, st
     mixed = write_parquet(
         tmp_path / "mixed.parquet", [*ids, "stranger"], np.vstack([MADE.new[order], MADE.new[:1]])
     )
-    matched = match(open_source(paths["old"]), open_source(str(mixed)))
-    assert matched.without_old == ["stranger"]
+    matched = match_by_id(open_source(paths["old"]), open_source(str(mixed)))
+    assert matched.ids_without_old == ["stranger"]
     for name, old, new in zip(matched.pairs.ids, matched.pairs.old, matched.pairs.new, strict=True):
         row = MADE.ids.index(name)
         assert np.array_equal(old, MADE.old[row])

@@ -10,8 +10,8 @@ from nobackfill.adopt.pairs import (
     inspect,
     measure_coverage,
     read_all,
-    sample,
     sample_source,
+    sample_spread_rows,
 )
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.errors import InvalidInputError
@@ -43,8 +43,8 @@ def test_a_small_store_is_sampled_as_its_rows_are(tmp_path: Path) -> None:
     vectors = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
     source = write(tmp_path / "g", vectors)
     sampling = sample_source(source, 50, seed=3)
-    assert sampling.ids == sample(read_all(source), 50, seed=3)
-    assert sampling.total == 500 and sampling.random.ids == read_all(source).ids
+    assert sampling.ids == sample_spread_rows(read_all(source), 50, seed=3)
+    assert sampling.source_count == 500 and sampling.random_rows.ids == read_all(source).ids
     assert len(sample_source(source, 600).ids) == 500
 
 
@@ -53,7 +53,7 @@ def test_each_part_of_a_large_store_gives_its_share(
 ) -> None:
     source, group = large
     sampling = sample_source(source, 1000)
-    assert sampling.total == COUNT and len(sampling.random) == 20_000
+    assert sampling.source_count == COUNT and len(sampling.random_rows) == 20_000
     chosen = np.array(sampling.ids, np.int64)
     assert len(set(sampling.ids)) == 1000 and (np.diff(chosen) > 0).all()
     shares = np.bincount(group[chosen], minlength=3)
@@ -62,10 +62,14 @@ def test_each_part_of_a_large_store_gives_its_share(
     middle = chosen[group[chosen] == 0].mean() / COUNT
     assert abs(middle - 0.5) < 5 * np.sqrt(1 / 12 / 900)
     for row in (0, COUNT - 1, int(np.flatnonzero(group == 2)[0])):
-        some = sampling.random.ids.index(str(row)) if str(row) in sampling.random.ids else None
+        some = (
+            sampling.random_rows.ids.index(str(row))
+            if str(row) in sampling.random_rows.ids
+            else None
+        )
         if some is not None:
             np.testing.assert_array_equal(
-                sampling.random.vectors[some], read_all(source, {str(row)}).vectors[0]
+                sampling.random_rows.vectors[some], read_all(source, {str(row)}).vectors[0]
             )
     assert sample_source(source, 1000).ids == sampling.ids
     assert sample_source(source, 1000, seed=1).ids != sampling.ids
@@ -94,7 +98,7 @@ def test_items_of_queries_are_in_the_sample_of_a_large_store(
     source, _ = large
     wanted = [str(row) for row in range(5, COUNT, 100)]
     sampling = sample_source(source, 1000, [*wanted, "unknown"])
-    assert sampling.query_items == set(wanted) and set(wanted) <= set(sampling.ids)
+    assert sampling.query_item_ids == set(wanted) and set(wanted) <= set(sampling.ids)
     assert len(set(sampling.ids)) == 1000
 
 
@@ -107,8 +111,8 @@ def test_coverage_is_that_of_the_whole_store(large: tuple[ArraySource, np.ndarra
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     random = np.random.default_rng(5).choice(COUNT, 1000, replace=False)
     for rows, told in (
-        (np.array(sampling.ids, np.int64), found.of_sample),
-        (random, found.at_random),
+        (np.array(sampling.ids, np.int64), found.sample_distance),
+        (random, found.random_distance),
     ):
         distances = 1 - (unit[::5] @ unit[rows].T).max(1)
         assert told == pytest.approx(distances.mean(), rel=0.05)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.embedding.native_vectors import open_contents
+from nobackfill.adopt.embedding.native_vectors import open_originals
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.arrays import ArraySource
@@ -112,23 +112,23 @@ def test_a_wrong_name_is_refused_before_vectors_are_read(store: Store) -> None:
     source = store.open()
     window = next(iter(source.windows(WINDOW)))
     rows = source.read(window)
-    texts = open_contents(source, "text", None).of(rows, window)
+    texts = open_originals(source, "text", None).read_rows(rows, window)
     assert texts == {name: f"on {name}" for name in rows.ids}
     # Qdrant lists no fields of its points.
     if source.facts().columns:
         with pytest.raises(InvalidInputError, match=r"a column of the store, got 'txet'; .*text"):
-            open_contents(source, "txet", None)
+            open_originals(source, "txet", None)
 
 
 @every
 def test_all_is_carried_once_and_twice_is_nothing(store: Store) -> None:
     before = by_id(read_all(store.open()))
     done = carry(store.open(), target(), MAP, window=WINDOW)
-    assert (done.write_count, done.total) == (230, 230)
-    assert done.steps
+    assert (done.write_count, done.new_vector_count) == (230, 230)
+    assert done.next_steps
     check(store)
     again = carry(store.open(), target(), MAP, window=WINDOW)
-    assert (again.write_count, again.total) == (0, 230)
+    assert (again.write_count, again.new_vector_count) == (0, 230)
     after = by_id(read_all(store.open()))
     assert all(np.array_equal(after[name], vector) for name, vector in before.items())
 
@@ -146,7 +146,7 @@ def test_a_run_that_ends_half_way_is_gone_on_with(store: Store) -> None:
         carry(store.open(), target(), MAP, window=WINDOW, progress=kill)
     rest = carry(store.open(), target(), MAP, window=WINDOW)
     assert 0 < rest.write_count < 180
-    assert rest.total == 230
+    assert rest.new_vector_count == 230
     check(store)
 
 
@@ -186,8 +186,8 @@ def test_carried_vectors_name_their_model(store: Store) -> None:
 @pytest.mark.parametrize("store", ["qdrant"], indirect=True)
 def test_a_store_that_keeps_directions_only_takes_a_map_to_any_norm(store: Store) -> None:
     longer = fit_maps(MADE.old, 3 * MADE.new)["affine"]
-    assert not longer.unit
-    assert carry(store.open(), target(longer), longer, window=300).total == 230
+    assert not longer.unit_norm
+    assert carry(store.open(), target(longer), longer, window=300).new_vector_count == 230
     found = by_id(read_all(store.open("vector_new")))
     wanted = normalise(longer(MADE.old))
     assert all(
@@ -267,7 +267,7 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
         store.touch(store.names()[0])
 
     done = carry(Racing(store.open(), others, others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]
-    assert done.total == store.open().count()
+    assert done.new_vector_count == store.open().count()
     check(store)
     # Written after all was carried: the trigger empties what is stale, the next run fills it.
     store.put(MADE.ids[1], MADE.old[2])

@@ -22,7 +22,7 @@ from nobackfill.adopt.verdict import (
     Cost,
     CurvePoint,
     Verdict,
-    Way,
+    VerdictOption,
     choose_option,
     decide,
     gain_of_doubling_pairs,
@@ -48,13 +48,17 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     assert figures(found, "re-embed")["R@1"] > figures(found, "stay")["R@1"] + 0.1
     assert found.search == "finding that very item"
     # On the way to all native, no valley.
-    assert set(found.healing.calibrated) == set(found.healing.raw) == set(figures(found, "stay"))
-    for curve in found.healing.calibrated.values():
+    assert (
+        set(found.healing.curves_by_score)
+        == set(found.healing.curves_by_distance)
+        == set(figures(found, "stay"))
+    )
+    for curve in found.healing.curves_by_score.values():
         assert len(curve) == 11
         assert valley_depth(curve) <= 0.01
     # Who was found while all was carried helps to be found by the new model's own vector, too.
     assert figures(found, "lazily")["MRR"] >= figures(found, "re-embed")["MRR"] - 0.01
-    end = found.healing.calibrated["MRR"][-1]
+    end = found.healing.curves_by_score["MRR"][-1]
     assert end == pytest.approx(figures(found, "lazily")["MRR"], abs=0.01)
 
 
@@ -74,7 +78,9 @@ def test_query_adapter_where_the_old_model_reads_queries_badly() -> None:
 def noisy_queries(noise: float = 0.25, *, old_model_available: bool = True) -> Verdict:
     made = world(unseen=0, noise=0.5)
     blur = np.random.default_rng(1).normal(size=made.queries_old.shape).astype(np.float32)
-    queries = Queries(made.queries_old + noise * blur, made.queries_new, made.answers, own=False)
+    queries = Queries(
+        made.queries_old + noise * blur, made.queries_new, made.answers, are_gallery_items=False
+    )
     return decide(made.pairs, SLOW, queries, old_model_available=old_model_available)
 
 
@@ -99,7 +105,9 @@ def test_map_where_the_old_vectors_hold_more_than_the_new_model_sees() -> None:
         return normalise(np.concatenate([vectors, others], 1).astype(np.float32))
 
     pairs = Pairs(made.ids, more(made.old), made.new)
-    queries = Queries(more(made.queries_old), made.queries_new, made.answers, own=False)
+    queries = Queries(
+        more(made.queries_old), made.queries_new, made.answers, are_gallery_items=False
+    )
     found = decide(pairs, SLOW, queries)
     assert found.way == "map"
     again = figures(found, "re-embed")["MRR"]
@@ -115,7 +123,7 @@ def test_the_query_adapter_is_refused_below_staying() -> None:
     asked = hidden[:200] + 0.7 * rng.normal(size=(200, 36)).astype(np.float32)
     old, by_old = (normalise(one[:, :14]) for one in (hidden, asked))
     new, by_new = (normalise(one[:, 6:]) for one in (hidden, asked))
-    queries = Queries(by_old, by_new, np.arange(200, dtype=np.int64), own=False)
+    queries = Queries(by_old, by_new, np.arange(200, dtype=np.int64), are_gallery_items=False)
     pairs = Pairs([str(row) for row in range(400)], old, new)
     # The other pairs, of which no query asks, say what is true.
     mapping = np.linalg.lstsq(new[200:], old[200:], rcond=None)[0]
@@ -141,7 +149,7 @@ def test_what_chose_the_query_adapter_does_not_judge_it() -> None:
     by_old, by_new = (
         normalise(one + 0.05 * rng.normal(size=one.shape).astype(np.float32)) for one in (old, new)
     )
-    queries = Queries(by_old, by_new, rows, own=False)
+    queries = Queries(by_old, by_new, rows, are_gallery_items=False)
     found = decide(Pairs([str(row) for row in rows], old, new), SLOW, queries)
     chance = (1 / np.arange(1, 151)).mean()
     assert figures(found, "query adapter")["MRR"] == pytest.approx(chance, abs=0.02)
@@ -199,7 +207,9 @@ def test_stay_where_the_gain_may_be_chance() -> None:
             [normalise((one + 0.3 * rng.normal(size=one.shape)).astype(np.float32)) for _ in "ab"]
             for one in (hidden, asked)
         )
-        queries = Queries(asked_old, asked_new, np.arange(40, dtype=np.int64), own=False)
+        queries = Queries(
+            asked_old, asked_new, np.arange(40, dtype=np.int64), are_gallery_items=False
+        )
         found = decide(Pairs([str(row) for row in range(300)], old, new), SLOW, queries)
         assert found.way == "stay"
         assert not found.ways[-1].better
@@ -217,25 +227,27 @@ def test_never_worse_than_staying_when_the_items_are_gone() -> None:
 
 def test_what_carrying_takes_is_told_of_each_way_that_carries_first() -> None:
     made = world(90)
-    found = decide(made.pairs, replace(SLOW, items=1000, carry_seconds=0.5), made.queries)
+    found = decide(made.pairs, replace(SLOW, item_count=1000, migrate_seconds=0.5), made.queries)
     told = {way.name: way.all_seconds for way in found.ways}
     assert told == {
         "stay": 0, "query adapter": 0, "map": 500, "both": 500, "lazily": 1020, "re-embed": 520,
     }  # fmt: skip
     # Vectors that the new model has made already are reused: 910 items at .02 s are left.
     rest = decide(
-        made.pairs, replace(SLOW, items=1000, carry_seconds=0.5, embedded=90), made.queries
+        made.pairs,
+        replace(SLOW, item_count=1000, migrate_seconds=0.5, embedded_items=90),
+        made.queries,
     )
     again = {way.name: way.all_seconds for way in rest.ways}
     assert again == told | {"lazily": pytest.approx(1018.2), "re-embed": pytest.approx(518.2)}
-    unknown = decide(made.pairs, replace(SLOW, carry_seconds=None), made.queries)
+    unknown = decide(made.pairs, replace(SLOW, migrate_seconds=None), made.queries)
     assert [way.all_seconds for way in unknown.ways][2:5] == [None] * 3
 
 
 def test_a_larger_gallery_is_only_told_of_where_there_is_one() -> None:
     made = world(90)
     for items, larger in ((90, False), (91, True)):
-        notes = decide(made.pairs, replace(SLOW, items=items), made.queries).notes
+        notes = decide(made.pairs, replace(SLOW, item_count=items), made.queries).notes
         assert any("every figure is lower" in note for note in notes) == larger
 
 
@@ -245,7 +257,7 @@ def test_two_models_are_never_named_below_the_better_of_map_and_new_model(
 ) -> None:
     found = {"stay": 0.5, "map": 0.7, "both": both, "lazily": 0.85, "re-embed": 0.8}
     ways = [
-        Way(name, {"MRR": one}, (), ("MRR",) if name != "stay" else (), 0.1, 1e6)
+        VerdictOption(name, {"MRR": one}, (), ("MRR",) if name != "stay" else (), 0.1, 1e6)
         for name, one in found.items()
     ]
     # Of AS_GOOD_SHARE either would do.
@@ -270,7 +282,9 @@ def test_the_query_adapter_comes_after_staying_and_before_the_map(
     found = {"stay": 0.5, "query adapter": adapter, "map": 0.81, "both": 0.7, "lazily": 0.85,
              "re-embed": 0.8}  # fmt: skip
     ways = [
-        Way(name, {"MRR": one}, (), better if name == "query adapter" else ("MRR",), 0.1, 1e6)
+        VerdictOption(
+            name, {"MRR": one}, (), better if name == "query adapter" else ("MRR",), 0.1, 1e6
+        )
         for name, one in found.items()
     ]
     assert choose_option(ways, "MRR", True, old_model_available=not gone)[0] == way
@@ -294,7 +308,9 @@ def test_without_queries_it_holds_for_similar_things_and_says_so() -> None:
 
 def test_figures_are_those_of_a_slow_loop() -> None:
     made = world(60)
-    ways = judge_options(JudgedGallery(made.old, made.new, made.new), made.queries).ways
+    ways = judge_options(
+        JudgedGallery(made.old, made.new, made.new), made.queries
+    ).figures_by_option
     for query, answer in enumerate(made.answers[:20]):
         nearness = made.old @ made.queries_old[query]
         place = int((nearness > nearness[answer]).sum()) + 1
@@ -312,8 +328,8 @@ def test_the_weight_is_not_judged_on_what_it_was_chosen_by() -> None:
     rng = np.random.default_rng(3)
     noise = rng.normal(size=made.new.shape).astype(np.float32)
     judged = judge_options(JudgedGallery(made.old, noise, made.new), made.queries)
-    ways = judged.ways
-    assert judged.joining.new_weight == 0
+    ways = judged.figures_by_option
+    assert judged.rank_fusion.new_weight == 0
     assert ways["both"]["MRR"].mean() <= ways["stay"]["MRR"].mean() + 1e-6
 
 
@@ -362,14 +378,17 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     carried = normalise(items + np.where(hub, 2, 1)[:, None].astype(np.float32) * shared)
     asked = normalise(normalise(items[:200] + 1.2 * drawn(200)) + shared)
     gallery = JudgedGallery(drawn(400), carried, normalise(items + shared))
-    judged = judge_options(gallery, Queries(drawn(200), asked, answers, own=False))
-    assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
-    save_rank_fusion(tmp_path / "j.npz", judged.joining)
+    judged = judge_options(gallery, Queries(drawn(200), asked, answers, are_gallery_items=False))
+    assert (
+        judged.figures_by_option["both"]["R@1"].mean()
+        > judged.figures_by_option["map"]["R@1"].mean() + 0.03
+    )
+    save_rank_fusion(tmp_path / "j.npz", judged.rank_fusion)
     kept = load_rank_fusion(tmp_path / "j.npz")
     assert len(kept.hub_queries) == 200
     assert (kept.migrated_line, kept.native_line) == (
-        judged.joining.migrated_line,
-        judged.joining.native_line,
+        judged.rank_fusion.migrated_line,
+        judged.rank_fusion.native_line,
     )
     # What an earlier nobackfill wrote is read as it was meant.
     with np.load(tmp_path / "j.npz") as arrays:
@@ -418,8 +437,8 @@ def test_hubs_that_the_new_model_has_too_are_left(seed: int) -> None:
         normalise((one + 0.01 * rng.normal(size=one.shape)).astype(np.float32))
         for one in (old, by_old)
     )
-    queries = Queries(by_old, by_new, np.arange(0, 800, 4), own=False)
-    ways = judge_options(JudgedGallery(old, old, new), queries).ways
+    queries = Queries(by_old, by_new, np.arange(0, 800, 4), are_gallery_items=False)
+    ways = judge_options(JudgedGallery(old, old, new), queries).figures_by_option
     kept = {name: float(one["agreement@10"].mean()) for name, one in ways.items()}
     assert kept["both"] >= max(kept["map"], kept["stay"]) - 0.02
 
@@ -432,21 +451,21 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     made = kinds(600, 400, seed=seed)
     chose, others = (made.queries.select(np.arange(first, 400, 2)) for first in (0, 1))
     held = cross_fit(made.pairs, [made.queries], ["affine"])["affine"]
-    gallery = JudgedGallery(made.old, held.vectors, made.new)
+    gallery = JudgedGallery(made.old, held.migrated_vectors, made.new)
     judged = judge_options(gallery, chose)
-    plain = replace(judged.joining, migrated_line=OddsLine(), native_line=OddsLine())
-    assert valley_depth(judged.healing.raw["R@1"]) > 0.01
+    plain = replace(judged.rank_fusion, migrated_line=OddsLine(), native_line=OddsLine())
+    assert valley_depth(judged.lazy_reembedding.curves_by_distance["R@1"]) > 0.01
     assert valley_depth(served(plain, gallery, others)) > 0.03
-    curve = served(judged.joining, gallery, others)
+    curve = served(judged.rank_fusion, gallery, others)
     assert valley_depth(curve) <= 0.01
-    assert curve[0] == pytest.approx(judged.ways["both"]["R@1"].mean(), abs=0.04)
+    assert curve[0] == pytest.approx(judged.figures_by_option["both"]["R@1"].mean(), abs=0.04)
     assert min(curve) >= served(plain, gallery, others)[-1] - 0.01
 
 
 def served(joining: FittedRankFusion, gallery: JudgedGallery, asked: Queries) -> list[float]:
     """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
     right, every = np.zeros((3, 11)), dict(enumerate(gallery.new))
-    for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
+    for old, new, answer in zip(asked.old, asked.new, asked.gallery_rows, strict=True):
         vectors = old[None], new[None], gallery.old, gallery.migrated
         carried, native = (joining.match_log_odds(*vectors, own)[0] for own in ({}, every))
         for seed in range(3):
@@ -454,5 +473,5 @@ def served(joining: FittedRankFusion, gallery: JudgedGallery, asked: Queries) ->
             for step in range(11):
                 best = np.where(turn < step / 10, native, carried).argmax()
                 right[seed, step] += best == answer
-    shares: list[float] = (right.mean(0) / len(asked.rows)).tolist()
+    shares: list[float] = (right.mean(0) / len(asked.gallery_rows)).tolist()
     return shares

@@ -122,7 +122,7 @@ def test_new_vectors_go_to_a_table_of_their_own(shared: tuple[str, Connection]) 
         carry(source, Target("v_new", MAP.dims[1], MAP.digest), MAP, flip=True)
     before = connection.execute("SELECT * FROM t ORDER BY id").fetchall()
     done = carry(source, TARGET, MAP)
-    assert (done.write_count, done.total) == (100, 100)
+    assert (done.write_count, done.new_vector_count) == (100, 100)
     check(connection, set(OWN))
     for other in ("model = 'b'", None):
         with pytest.raises(AlreadyExistsError, match="use the same --where"):

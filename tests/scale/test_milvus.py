@@ -92,7 +92,7 @@ def test_a_switch_waits_for_the_graph(engine: MilvusEngine) -> None:
         nonlocal looked
         looked += 1
 
-    engine.feeder.settle(store.schema, store.space(ONE), between)
+    engine.feeder.wait_until_fed(store.schema, store.space(ONE), between)
     state = engine.collections._client.describe_index(engine.collection(store, ONE), "embedding")
     assert (int(state["indexed_rows"]), int(state["pending_index_rows"])) == (COUNT, 0)
     assert looked

@@ -132,11 +132,11 @@ def test_milvus_gives_what_passes_and_nothing_else(engine: MilvusEngine) -> None
         for filtered in OF_KINDS:
             passing = filtering.find_matches(filtered).labels().tolist()
             said = expression_of(filtered)
-            assert sorted(engine.collections.matching(name, said, COUNT) or []) == passing
+            assert sorted(engine.collections.matching_labels(name, said, COUNT) or []) == passing
             near = engine.collections.search(name, spec(), content[0], 18, 100, said)
             assert set(near) <= set(passing) and len(near) == min(18, len(passing))
             if len(passing) > 1:
-                assert engine.collections.matching(name, said, len(passing) - 1) is None
+                assert engine.collections.matching_labels(name, said, len(passing) - 1) is None
 
     check()
     edits.change_metadata(

@@ -27,8 +27,8 @@ HITS = 60
 def fitted() -> tuple[Map, FittedRankFusion]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
     held = cross_fit(MADE.pairs, [MADE.queries], ["affine"])["affine"]
-    gallery = JudgedGallery(MADE.old, held.vectors, MADE.new)
-    joining = judge_options(gallery, MADE.queries, held.distances[0]).joining
+    gallery = JudgedGallery(MADE.old, held.migrated_vectors, MADE.new)
+    joining = judge_options(gallery, MADE.queries, held.query_distances[0]).rank_fusion
     return mapping, replace(joining, map_digest=mapping.digest)
 
 
@@ -40,8 +40,8 @@ class NewModel:
     """The new model: "text of item-7" is that item's vector. Counts what it embeds."""
 
     fingerprint: str = "the new model"
-    kind: InputKind | None = "text"
-    reads: str = ""
+    input_kind: InputKind | None = "text"
+    text_role: str = ""
     seconds: float = 0.0
     vectors: Vectors = field(default_factory=lambda: MADE.new)
     times: Counter[str] = field(default_factory=Counter)
@@ -87,5 +87,5 @@ def dual(
     items = None if model is None else FunctionItems(lambda name: f"text of {name}", "text")
     return Dual.open(
         source, folder / "map.npz", folder / "joining.npz", folder / "natives.db",
-        model or NewModel(), items=items, limits=limits or ReembeddingLimits(seconds=30),
+        model or NewModel(), items=items, limits=limits or ReembeddingLimits(wait_seconds=30),
     )  # fmt: skip

@@ -57,17 +57,21 @@ def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
         assert right >= len(QUERIES) - 1
         assert max(model.times.values()) == 1
         done = found.progress()
-        assert (done.items, done.native, done.today) == (300, len(model.times), len(model.times))
+        assert (done.gallery_items, done.native_items, done.claimed_today) == (
+            300,
+            len(model.times),
+            len(model.times),
+        )
         before = model.times.copy()
         answer = found.search(MADE.queries_old[0], MADE.queries_new[0])
         assert model.times == before
-        assert answer.native == 1
+        assert answer.native_share == 1
         assert {hit.origin for hit in answer.hits} == {"native"}
         odds = [hit.probability for hit in answer.hits]
         assert odds == sorted(odds, reverse=True)
     # Another process finds them again.
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
-        assert found.progress().native == len(before)
+        assert found.progress().native_items == len(before)
         ask(found, 0)
         assert model.times == before
 
@@ -75,7 +79,7 @@ def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
 def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_path: Path) -> None:
     with closing(dual(tmp_path, loaded(tmp_path), None)) as found:
         answer = found.search(MADE.queries_old[3], MADE.queries_new[3], 50)
-        assert answer.native == 0
+        assert answer.native_share == 0
         assert len({hit.id for hit in answer.hits}) == 50
         assert found.heal(10) == 0
         if JOINING.new_weight == 0:
@@ -96,29 +100,30 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     old, new = (normalise((hidden * one).astype(np.float32)) for one in (weights, weights[::-1]))
     names = [f"item-{row}" for row in range(1500)]
     rows = np.arange(0, 1500, 50)
-    asked = Queries(old[rows], new[rows], rows, own=True)
+    asked = Queries(old[rows], new[rows], rows, are_gallery_items=True)
     mapping = fit_maps(old, new)["affine"]
     gallery = JudgedGallery(old, mapping(old), new)
-    joining = replace(judge_options(gallery, asked).joining, map_digest=mapping.digest)
+    joining = replace(judge_options(gallery, asked).rank_fusion, map_digest=mapping.digest)
     told = judge_fusion(gallery, asked, joining)
     files(tmp_path, mapping, joining, old)
     source = open_searchable(str(tmp_path / "store"))
-    assert carry(source, Target("new", 24, mapping.digest), mapping).total == 1500
+    assert carry(source, Target("new", 24, mapping.digest), mapping).new_vector_count == 1500
     items = FunctionItems(lambda name: f"text of {name}", "text")
 
     def found(way: str, carried: str | None) -> float:
         right = []
-        for query in range(len(asked.rows)):
+        for query in range(len(asked.gallery_rows)):
             with closing(
                 Dual.open(
                     source, tmp_path / "map.npz", tmp_path / "joining.npz",
                     tmp_path / f"{way}-{carried}-{query}.db", NewModel(vectors=new),
-                    items=items if way == "lazily" else None, limits=ReembeddingLimits(seconds=30),
+                    items=items if way == "lazily" else None,
+                    limits=ReembeddingLimits(wait_seconds=30),
                     carried=carried,
                 )
             ) as dual:  # fmt: skip
                 hits = [hit.id for hit in dual.search(asked.old[query], asked.new[query], 11).hits]
-            own = names[asked.rows[query]]
+            own = names[asked.gallery_rows[query]]
             expected = np.argsort(-(new @ asked.new[query]))[1:11]
             hits = [one for one in hits if one != own][:10]
             right.append(len({names[row] for row in expected} & set(hits)) / 10)
@@ -175,7 +180,7 @@ def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> 
     with closing(
         Dual.open(
             source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "natives.db", model,
-            items=items, limits=ReembeddingLimits(seconds=30),
+            items=items, limits=ReembeddingLimits(wait_seconds=30),
         )
     ) as found:  # fmt: skip
         assert found.heal(1000) == 300
@@ -195,26 +200,28 @@ def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> 
 
 def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:
     model = NewModel(seconds=0.02)
-    limits = ReembeddingLimits(seconds=30, concurrency=2)
+    limits = ReembeddingLimits(wait_seconds=30, concurrent_batches=2)
     with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
         with ThreadPoolExecutor(6) as people:
             list(people.map(lambda q: ask(found, q), [*range(6)] * 2))
         assert max(model.times.values()) == 1
         assert model.most_at_once <= 2
         # A second process with the same file is kept off by the claims.
-        assert found.progress().native == len(model.times)
+        assert found.progress().native_items == len(model.times)
 
 
 def test_who_is_late_is_ranked_by_what_there_is_and_kept_all_the_same(tmp_path: Path) -> None:
     model = NewModel(seconds=0.5)
-    limits = ReembeddingLimits(seconds=0.05, concurrency=8, batch=20)
+    limits = ReembeddingLimits(wait_seconds=0.05, concurrent_batches=8, batch_size=20)
     with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
         begun = time.monotonic()
         answer = found.search(MADE.queries_old[1], MADE.queries_new[1])
-        assert answer.native < 1
+        assert answer.native_share < 1
         assert len(answer.hits) == 10
         assert time.monotonic() - begun < 30
-        wait_until(lambda: found.progress().native >= 90, seconds=30, what="late hits are kept")
+        wait_until(
+            lambda: found.progress().native_items >= 90, seconds=30, what="late hits are kept"
+        )
 
 
 def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
@@ -222,11 +229,11 @@ def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
 ) -> None:
     model = NewModel()
     with closing(
-        dual(tmp_path, loaded(tmp_path), model, ReembeddingLimits(seconds=30, a_day=7))
+        dual(tmp_path, loaded(tmp_path), model, ReembeddingLimits(wait_seconds=30, items_per_day=7))
     ) as found:
         ask(found, 2)
         ask(found, 2)
-        assert found.progress().native == sum(model.times.values()) == 7
+        assert found.progress().native_items == sum(model.times.values()) == 7
         assert found.heal(50) == 0
         monkeypatch.setattr(reembedding, "today_utc", lambda: "2031-01-01")
         wanted = set(by(MADE.old, MADE.queries_old[2])[:100])
@@ -261,15 +268,15 @@ def test_one_bad_item_takes_no_other_along(tmp_path: Path) -> None:
     source = loaded(tmp_path)
     found = Dual.open(
         source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", model,
-        items=FunctionItems(text, "text"), limits=ReembeddingLimits(seconds=30),
+        items=FunctionItems(text, "text"), limits=ReembeddingLimits(wait_seconds=30),
     )  # fmt: skip
     with closing(found):
         assert len(ask(found, 0)) == 10
         cost = found.progress().cost
         assert bad not in model.times
-        assert cost.failed == 1
+        assert cost.failed_items == 1
         assert "moon" in cost.last_failure
-        assert found.progress().native == 99
+        assert found.progress().native_items == 99
         # It is tried again, and others have their turn all the same.
         assert found.heal(50) == 50
 
@@ -285,7 +292,7 @@ def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DamagedError):
         NativeVectorFile(tmp_path / "text.db", "m", 2)
-    other = type(MAP)("affine", MAP.weight * 2, MAP.bias, MAP.unit)
+    other = type(MAP)("affine", MAP.weight * 2, MAP.bias, MAP.unit_norm)
     with closing(natives), pytest.raises(IncompatibleSpaceError, match="another map"):
         Dual(source, other, JOINING, natives)
 
@@ -349,7 +356,7 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
         "import sys, pathlib\nfrom tests.serve.shop import *\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "found = dual(folder, loaded(folder), NewModel(seconds=0.2), "
-        "ReembeddingLimits(seconds=30, concurrency=1))\n"
+        "ReembeddingLimits(wait_seconds=30, concurrent_batches=1))\n"
         "print('ready', flush=True)\nfound.search(MADE.queries_old[5], MADE.queries_new[5])\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
@@ -364,9 +371,9 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
     assert 0 < len(native) < 100
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
-        assert found.progress().native == len(native)
+        assert found.progress().native_items == len(native)
         answer = found.search(MADE.queries_old[5], MADE.queries_new[5])
-        assert answer.native == 1
+        assert answer.native_share == 1
         assert max(model.times.values()) == 1
         assert not native & set(model.times)
 

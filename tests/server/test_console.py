@@ -256,13 +256,13 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     ended.labels("s", "Search", "INTERNAL").inc(3)
     ended.labels("s", "Search", "INVALID_ARGUMENT").inc(3)
     load = meter.measure()
-    assert load.failed == 3
+    assert load.failed_searches == 3
     assert load.p50_ms == pytest.approx(10 * 50 / 98)
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
     # Who comes back after an hour is not told of that hour.
     hour = time.monotonic() + 3600
     replace_clock(monkeypatch, LoadMeter.__module__, monotonic=lambda: hour)
-    assert (meter.measure().failed, meter.measure().p50_ms) == (0, None)
+    assert (meter.measure().failed_searches, meter.measure().p50_ms) == (0, None)
 
 
 def test_a_release_that_may_meet_old_vectors_is_asked_with_them(

@@ -68,12 +68,18 @@ def text(name: str) -> str:
 @pytest.mark.slow
 def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> None:
     """A query's bytes hold 12 items and a half."""
-    limits = ReembeddingLimits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
+    limits = ReembeddingLimits(
+        concurrent_batches=1, bytes_per_query=12 * SIZE + 2, bytes_per_item=10 * SIZE
+    )
     with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
         for first in (0, 100, 200):
             again.reembed(named(range(first, first + 100)))
         assert len(again.kept) == again.spent == 3 * 12
-        assert (again.cost.embedded, again.cost.failed, again.cost.last_failure) == (36, 0, "")
+        assert (again.cost.embedded_items, again.cost.failed_items, again.cost.last_failure) == (
+            36,
+            0,
+            "",
+        )
         assert again.wanted == set(named(range(300))) - again.kept
         # And so it is embedded in the end.
         for _ in range(300 // 12):
@@ -83,11 +89,11 @@ def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> No
 
 
 def test_what_fits_in_no_query_fails(ledger: LedgerFile[str]) -> None:
-    limits = ReembeddingLimits(bytes_a_query=3 * SIZE)
+    limits = ReembeddingLimits(bytes_per_query=3 * SIZE)
     large = FunctionItems(lambda name: "x" * 4 * SIZE, "text")
     with closing(Keeping(large, limits, ledger)) as again:
         again.reembed(named(range(1)))
-        assert (again.cost.failed, again.spent, again.wanted) == (1, 0, set())
+        assert (again.cost.failed_items, again.spent, again.wanted) == (1, 0, set())
         assert "expected at most" in again.cost.last_failure
 
 
@@ -120,7 +126,7 @@ def test_what_waits_at_the_end_stays_wanted(ledger: LedgerFile[str]) -> None:
         return text(name)
 
     again = Keeping(
-        FunctionItems(source, "text"), ReembeddingLimits(concurrency=1, batch=2), ledger
+        FunctionItems(source, "text"), ReembeddingLimits(concurrent_batches=1, batch_size=2), ledger
     )
     again.reembed_within_limit(named(range(6)), seconds=0)
     assert begun.wait(60)
@@ -193,7 +199,7 @@ def test_items_that_no_thread_can_take_are_free_again(
     def refused(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    limits = ReembeddingLimits(concurrency=1, batch=2)
+    limits = ReembeddingLimits(concurrent_batches=1, batch_size=2)
     with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refused)

@@ -37,7 +37,9 @@ def test_an_end_does_not_wait_for_a_source_that_hangs(tmp_path: Path) -> None:
         over.wait()
 
     ledger = LedgerFile[str](tmp_path / "ledger.sqlite")
-    again = Keeping(FunctionItems(hang, "text"), ReembeddingLimits(concurrency=1, batch=1), ledger)
+    again = Keeping(
+        FunctionItems(hang, "text"), ReembeddingLimits(concurrent_batches=1, batch_size=1), ledger
+    )
     again.reembed_within_limit({"a": "a", "b": "b"}, seconds=0)
     assert hangs.wait(30)
     began = time.monotonic()

@@ -80,5 +80,5 @@ def test_a_switch_waits_for_a_milvus_that_is_restarted_and_not_for_steady_puts(
     known: Any = Exact(store)
     known.refusals = 1
     store.put(["late"], [NewVectors(ONE, vectors(1, 9))])
-    Feeder(store.database, known, "d").settle(store.schema, store.space(ONE), lambda: None)
+    Feeder(store.database, known, "d").wait_until_fed(store.schema, store.space(ONE), lambda: None)
     assert len(known.told) == 2

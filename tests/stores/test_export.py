@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nobackfill.adopt.pairs import match
+from nobackfill.adopt.pairs import match_by_id
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.staging import run_upgrade
@@ -59,7 +59,9 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.array(sides["side"].to_pylist()), vectors(50, 2, SIDE_DIM))
     # What an upgrade carried would teach its own map once more.
     assert export(store, tmp_path / "pairs", native=True).vector_counts == {1: 80, 2: 30}
-    pairs = match(*(open_source(str(tmp_path / "pairs" / f"release-{n}.parquet")) for n in (1, 2)))
+    pairs = match_by_id(
+        *(open_source(str(tmp_path / "pairs" / f"release-{n}.parquet")) for n in (1, 2))
+    )
     assert len(pairs.pairs) == 30
     np.testing.assert_array_equal(pairs.pairs.old, vectors(30, 5))
     np.testing.assert_array_equal(pairs.pairs.new, pairs.pairs.old)

@@ -72,7 +72,9 @@ def test_what_is_told_anew_is_pending_for_every_search(store: PostgresqlGallery)
     noted(store)
     edits.change_metadata(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     info = store.space(ONE)
-    store.database.write(lambda connection: journal.note_all(connection, store.schema, info))
+    store.database.write(
+        lambda connection: journal.mark_all_pending(connection, store.schema, info)
+    )
     assert sorted(pending(store, described=False)) == [1, 2, 3]
 
 
@@ -93,7 +95,7 @@ def test_when_milvus_was_told_is_kept_until_all_is_told_again(store: PostgresqlG
 
         database.write(tell)
         assert told() == moment
-    database.write(lambda connection: journal.note_all(connection, store.schema, info))
+    database.write(lambda connection: journal.mark_all_pending(connection, store.schema, info))
     assert told() is None
 
 

@@ -30,7 +30,7 @@ CALLS: dict[str, Callable[[Collections], object]] = {
     "delete": lambda one: one.delete("c", LABELS),
     "has_graph": lambda one: one.has_graph("c"),
     "count": lambda one: one.count("c"),
-    "matching": lambda one: one.matching("c", "id == 1", 5),
+    "matching": lambda one: one.matching_labels("c", "id == 1", 5),
     "search": lambda one: one.search("c", spec(), vectors(1, 1)[0], 5, 10),
 }
 

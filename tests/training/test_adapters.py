@@ -187,12 +187,12 @@ def external(file: Path) -> None:
 
 
 def of_numpy(file: Path) -> None:
-    save_map(file, Map("affine", turn(), np.zeros(OLD, np.float32), unit=True))
+    save_map(file, Map("affine", turn(), np.zeros(OLD, np.float32), unit_norm=True))
 
 
 def upgrade(file: Path) -> None:
     file.write_bytes(
-        map_to_upgrade_onnx(Map("affine", turn(), np.zeros(OLD, np.float32), unit=True))
+        map_to_upgrade_onnx(Map("affine", turn(), np.zeros(OLD, np.float32), unit_norm=True))
     )
 
 

@@ -32,7 +32,7 @@ def _near() -> Iterator[None]:
 def linear(weight: np.ndarray) -> bytes:
     """A map without a bias, of models that nobody names."""
     bias = np.zeros(len(weight), np.float32)
-    return map_to_onnx(Map("affine", weight.astype(np.float32).copy(), bias, unit=True))
+    return map_to_onnx(Map("affine", weight.astype(np.float32).copy(), bias, unit_norm=True))
 
 
 def known(file: Path, count: int = 400, *, asked: bool = True) -> Path:
@@ -268,7 +268,7 @@ def test_a_map_fitted_on_exports_names_its_releases_by_their_spaces(tmp_path: Pa
 
 
 def narrow(a: int, b: int, old: str | None = None, new: str | None = None) -> bytes:
-    made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
+    made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit_norm=True)
     return map_to_upgrade_onnx(made.with_model_names(old, new))
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from nobackfill.adopt.pairs import (
         Pairs as Pairs,
         inspect as inspect,
-        match as match,
-        sample as sample,
+        match_by_id as match_by_id,
+        sample_spread_rows as sample_spread_rows,
     )
     from nobackfill.adopt.verdict import Cost as Cost, Verdict as Verdict, decide as decide
 else:

@@ -51,27 +51,27 @@ class CarryResult:
     Attributes:
         write_count: Number of vectors that this run wrote; a row that changed meanwhile counts
             each time.
-        total: Number of new vectors that the store has now.
-        steps: Statements or commands that flip to the new vectors. After a flip: tasks that it
+        new_vector_count: Number of new vectors that the store has now.
+        next_steps: Statements or commands that flip to the new vectors. After a flip: tasks that it
             leaves to the owner of the store; empty if there are none.
     """
 
     write_count: int
-    total: int
-    steps: list[str]
+    new_vector_count: int
+    next_steps: list[str]
 
 
 class VectorComputer(Protocol):
     """A maker of the new vectors of a store's rows, from old vectors or from the items themselves.
 
     Attributes:
-        window: Number of rows that one call of `make` gets, about.
-        missing: For each item that `make` left out, its id and the reason. `carry` clears it before
-            each sweep.
+        window_rows: Number of rows that one call of `compute` gets, about.
+        missing_reasons: For each item that `compute` left out, its id and the reason. `carry`
+            clears it before each sweep.
     """
 
-    window: int
-    missing: dict[str, str]
+    window_rows: int
+    missing_reasons: dict[str, str]
 
     @property
     def rows_under_lock(self) -> int:
@@ -80,7 +80,7 @@ class VectorComputer(Protocol):
         At least 1. It may change during a run.
         """
 
-    def first_ids(self) -> list[str]:
+    def priority_ids(self) -> list[str]:
         """Return ids of items to write before the next window.
 
         `carry` calls this until it returns no ids.
@@ -90,7 +90,7 @@ class VectorComputer(Protocol):
                 (VerificationError).
         """
 
-    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+    def compute(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the new vectors of pending rows.
 
         The rows are not changed. The same rows may come again in a later sweep.
@@ -101,7 +101,7 @@ class VectorComputer(Protocol):
 
         Returns:
             The m rows that have a new vector, in their order, and the vectors, float32 [m, b]. The
-            others are added to `missing`.
+            others are added to `missing_reasons`.
 
         Raises:
             InvalidInputError: The old vectors have another dimension than expected, or the model
@@ -114,7 +114,7 @@ class VectorComputer(Protocol):
                 usable vectors.
         """
 
-    def repeat(self, rows: Rows) -> Vectors | None:
+    def recompute(self, rows: Rows) -> Vectors | None:
         """Make the new vectors of rows again, to check those in the store.
 
         Returns:
@@ -135,22 +135,22 @@ class MapVectorComputer:
     Args:
         mapping: The map.
         name: The name of the store in errors.
-        directions: Whether only the direction of a vector counts, as with the metric cosine. A
+        ignores_norms: Whether only the direction of a vector counts, as with the metric cosine. A
             vector of zeros, which no search finds, then stays zeros.
     """
 
-    window = WINDOW_ITEMS
+    window_rows = WINDOW_ITEMS
     rows_under_lock = WINDOW_ITEMS
 
-    def __init__(self, mapping: Map, name: str, *, directions: bool = False) -> None:
-        self._mapping, self._name, self._directions = mapping, name, directions
-        self.missing: dict[str, str] = {}
+    def __init__(self, mapping: Map, name: str, *, ignores_norms: bool = False) -> None:
+        self._mapping, self._name, self._directions = mapping, name, ignores_norms
+        self.missing_reasons: dict[str, str] = {}
 
-    def first_ids(self) -> list[str]:
+    def priority_ids(self) -> list[str]:
         """Return no ids: a map has no preference."""
         return []
 
-    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+    def compute(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Migrate the old vectors of rows by the map.
 
         Threads may call it at the same time.
@@ -176,10 +176,10 @@ class MapVectorComputer:
                     f"norms from {norms.min():.3g} to {norms.max():.3g}; divide each vector by its "
                     "norm first, or fit a map on these vectors by `nobackfill fit`"
                 )
-        return rows, self.repeat(rows)
+        return rows, self.recompute(rows)
 
-    def repeat(self, rows: Rows) -> Vectors:
-        """Migrate the old vectors of rows again; the result equals that of `make`.
+    def recompute(self, rows: Rows) -> Vectors:
+        """Migrate the old vectors of rows again; the result equals that of `compute`.
 
         Raises:
             InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
@@ -194,7 +194,7 @@ class MapVectorComputer:
 def carry(
     source: Source,
     target: Target,
-    maker: Map | VectorComputer,
+    computer: Map | VectorComputer,
     *,
     window: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -209,14 +209,14 @@ def carry(
     checked in a store where they put new vectors before it. The last rows, which a flip writes
     under its lock, are not checked either.
 
-    It reads and writes windows on `TargetVectors.at_once` threads for a map, and on one thread for
-    a model. A store without items gets an empty target. In stores of files, two runs must not
-    write to one target at the same time.
+    It reads and writes windows on `TargetVectors.concurrent_windows` threads for a map, and on one
+    thread for a model. A store without items gets an empty target. In stores of files, two runs
+    must not write to one target at the same time.
 
     Args:
         source: The store of the old vectors.
         target: The place of the new vectors in it, which is created if it is missing.
-        maker: A map of the old vectors, or another maker of new vectors.
+        computer: A map of the old vectors, or another maker of new vectors.
         window: Rows of one step; None for the maker's own number. At least 1.
         progress: Called with the number of vectors that this run has written so far. Called on this
             thread, after each window that wrote some. Its errors end the run, and the written
@@ -256,16 +256,18 @@ def carry(
             f"{facts.name}: expected no --flip, because this kind of store cannot flip by itself; "
             "leave --flip out, and run the steps that `nobackfill carry` prints"
         )
-    if isinstance(maker, Map):
+    if isinstance(computer, Map):
         # A store of directions gives back every vector with norm 1.
-        mapping = replace(maker, unit=True) if facts.normalises else maker
-        maker = MapVectorComputer(mapping, facts.name, directions=facts.metric in (None, "cosine"))
-    rows_at_once = maker.window if window is None else window
+        mapping = replace(computer, unit_norm=True) if facts.normalises else computer
+        computer = MapVectorComputer(
+            mapping, facts.name, ignores_norms=facts.metric in (None, "cosine")
+        )
+    rows_at_once = computer.window_rows if window is None else window
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(place, Flippable) or not (
-        place.flipped or (flip and place.put_by_writers)
+        place.flipped or (flip and place.writers_put_new_vectors)
     )
-    threads = place.at_once if isinstance(maker, MapVectorComputer) else 1
+    threads = place.concurrent_windows if isinstance(computer, MapVectorComputer) else 1
 
     def sweep(count_before: int, first: bool) -> int:
         """Repeat sweeps until one writes no row, or so few that a flip may write the rest.
@@ -275,11 +277,11 @@ def carry(
         written = count_before
         for _ in range(MOST_SWEEPS):
             before = written
-            maker.missing.clear()
+            computer.missing_reasons.clear()
 
             def one(range_: Window, first: bool = first) -> int:
-                count = _write_first(place, maker, facts.name) if check else 0
-                return count + _window(source, place, maker, range_, facts.name, first, check)
+                count = _write_first(place, computer, facts.name) if check else 0
+                return count + _window(source, place, computer, range_, facts.name, first, check)
 
             # Several windows at once use all processors already: one thread each is faster.
             with threadpool_limits(1 if threads > 1 else None):
@@ -287,8 +289,8 @@ def carry(
                     written += count
                     if count and progress is not None:
                         progress(written)
-            if written - before <= (min(rows_at_once, maker.rows_under_lock) if flip else 0):
-                _refuse_missing(facts.name, maker.missing)
+            if written - before <= (min(rows_at_once, computer.rows_under_lock) if flip else 0):
+                _refuse_missing(facts.name, computer.missing_reasons)
                 return written
             first = False
         raise BusyError(
@@ -303,7 +305,9 @@ def carry(
             written = sweep(written, first=False)
             with place.flip():
                 everything = Window()
-                written += _window(source, place, maker, everything, facts.name, False, check=False)
+                written += _window(
+                    source, place, computer, everything, facts.name, False, check=False
+                )
                 total, left = place.count(), place.owner_tasks()
         return CarryResult(written, total, left)
     steps = place.finish()
@@ -357,7 +361,7 @@ def _window(
     rows = check_rows(place.pending(range_), None, name)
     vectors = np.empty((0, 0), np.float32)
     if len(rows):
-        rows, vectors = maker.make(rows, range_)
+        rows, vectors = maker.compute(rows, range_)
     if len(rows):
         place.write(rows, vectors)
     if check and (len(rows) or first):
@@ -372,10 +376,10 @@ def _write_first(place: TargetVectors, maker: VectorComputer, name: str) -> int:
         VerificationError: The store does not hold the vectors that were written.
     """
     count = 0
-    while isinstance(place, ReadableById) and (ids := maker.first_ids()):
+    while isinstance(place, ReadableById) and (ids := maker.priority_ids()):
         rows = check_rows(place.pending_items(ids), None, name)
         if len(rows):
-            rows, vectors = maker.make(rows, Window())
+            rows, vectors = maker.compute(rows, Window())
         if not len(rows):
             continue
         place.write(rows, vectors)
@@ -455,7 +459,7 @@ def _wrong(
         For each such id the bytes of the vector that it was compared by, and of the stored one.
     """
     old, new = source.read(range_), place.read(range_)
-    reference = maker.repeat(old) if len(old) else None
+    reference = maker.recompute(old) if len(old) else None
     if reference is None:
         reference, evidence, names = vectors, vectors, ids
     else:

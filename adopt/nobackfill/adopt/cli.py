@@ -354,7 +354,7 @@ def sample(
         print(text, end="")
     else:
         write_file(out, text.encode())
-        which = f"the ids of {len(ids)} of {sampling.total} items"
+        which = f"the ids of {len(ids)} of {sampling.source_count} items"
         print(escape_control(f"{out}: written, with {which}"))
     # Not on stdout with the ids, which may go into a pipe.
     covered = pairs.measure_coverage(opened, sampling, seed)
@@ -492,8 +492,8 @@ def embed(
     found = read_items(items, column=column, key=key, where=where, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{only}: {len(lost)} ids have no item in {items}, the first: {lost[0]}")
-    if found.others:
-        _tell(f"{items}: {found.others} files left out: hidden, or not named as pictures")
+    if found.skipped_files:
+        _tell(f"{items}: {found.skipped_files} files left out: hidden, or not named as pictures")
     embedder = open_embedder(
         model, name=model_name, patience=patience, queries=queries, pixels=pixels
     )
@@ -559,7 +559,7 @@ def fit(
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
-    files = FitFiles(out, onnx, joining, report, adapter=adapter)
+    files = FitFiles(out, onnx, joining, report, query_adapter_file=adapter)
     found = fit_and_judge(
         old,
         new,
@@ -573,7 +573,7 @@ def fit(
         vector=vector,
         where=where,
     )
-    _answer(as_json, found.answer, found.lines)
+    _answer(as_json, found.json_answer, found.terminal_lines)
 
 
 converter_commands = typer.Typer(
@@ -636,7 +636,7 @@ def publish(
     found = fit_and_judge(
         old, new, files, queries_old, queries_new, not items_gone, key=key, vector=vector
     )
-    _answer(as_json, found.answer, found.lines)
+    _answer(as_json, found.json_answer, found.terminal_lines)
 
 
 @converter_commands.command()
@@ -671,7 +671,7 @@ def improve(
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
-    files = FitFiles(out, onnx, joining, report, converter=converter, root=root)
+    files = FitFiles(out, onnx, joining, report, converter_address=converter, trusted_root=root)
     found = fit_and_judge(
         old,
         new,
@@ -683,7 +683,7 @@ def improve(
         key=key,
         vector=vector,
     )
-    _answer(as_json, found.answer, found.lines)
+    _answer(as_json, found.json_answer, found.terminal_lines)
 
 
 @converter_commands.command()
@@ -861,7 +861,7 @@ def carry(
     triggers; table:NAME updates none.
     """
     from nobackfill.adopt.converters import open_map_for_store
-    from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
+    from nobackfill.adopt.embedding.native_vectors import open_native_vectors, open_originals
     from nobackfill.adopt.fitting import VERDICT_FACT
     from nobackfill.adopt.maps import NEW_MODEL
     from nobackfill.adopt.sources.opening import open_item_vectors
@@ -880,7 +880,7 @@ def carry(
                 "expected a map (--map, --release) or vectors that the new model computes "
                 "(--with, --vectors), got both; leave one of them out"
             )
-        contents = open_contents(opened, column, items)
+        contents = open_originals(opened, column, items)
         if natives is not None and not natives.is_file():
             raise NotFoundError(
                 f"--natives {natives}: no such file; expected the file that Dual of "
@@ -943,13 +943,13 @@ def _carry_and_answer(
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
     lines = [
         *notes,
-        f"{done.write_count} vectors written now, {done.total} in the store and checked",
+        f"{done.write_count} vectors written now, {done.new_vector_count} in the store and checked",
     ]
     lines += [
-        "the store is flipped" if flip or not done.steps else "to make searches read them:",
-        *(f"  {step}" for step in done.steps),
+        "the store is flipped" if flip or not done.next_steps else "to make searches read them:",
+        *(f"  {step}" for step in done.next_steps),
     ]
-    answer = {"written": done.write_count, "total": done.total, "steps": done.steps}
+    answer = {"written": done.write_count, "total": done.new_vector_count, "steps": done.next_steps}
     _answer(as_json, {**answer, "notes": notes}, lines)
 
 
@@ -1127,10 +1127,10 @@ def start(
             "leave one of them out"
         )
     plan = MigrationPlan(
-        source, new, key, vector, column=column, items=items, items_gone=items_gone,
-        old_gone=old_gone, old=old, queries=queries, new_name=new_name, old_name=old_name,
-        count=count, price=price,
-        natives=None if natives is None else str(natives), where=where,
+        source, new, key, vector, text_column=column, items_path=items, originals_gone=items_gone,
+        old_model_gone=old_gone, old_model=old, queries_file=queries, new_model_name=new_name,
+        old_model_name=old_name, sample_size=count, price_per_1000=price,
+        natives_file=None if natives is None else str(natives), row_condition=where,
     )  # fmt: skip
     migration = Migration(work)
     try:
@@ -1147,7 +1147,7 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
 
     for line in migration.decide(plan, _tell):
         print(escape_control(line))
-    way = migration.plan().way
+    way = migration.plan().verdict
     if way in ("stay", ADAPTER_OPTION):
         migration.write(_tell)
         next_step = "stay with the old model"
@@ -1171,10 +1171,11 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
         )
         return
     print(
-        f"{result.total} rows have a new vector, {result.write_count} of them written by this run"
+        f"{result.new_vector_count} rows have a new vector, {result.write_count} of them written "
+        "by this run"
     )
-    if after.state == "flipped" and after.where is not None:
-        table = after.to.partition(":")[2]
+    if after.state == "flipped" and after.row_condition is not None:
+        table = after.new_column.partition(":")[2]
         print(escape_control(f"flipped: the table {table} holds the new vectors of these rows"))
         print("next: join it in your queries, and switch them to the new model; then")
         print("`nobackfill migrate finish`. Until then `nobackfill migrate back` drops the table")
@@ -1186,10 +1187,11 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     if after.state == "mapped":
         print(
             f"nothing flips, because the items are gone: search by both models with Dual of "
-            f"nobackfill.serve, carried='{after.to}'. `nobackfill migrate back` removes this column"
+            f"nobackfill.serve, carried='{after.new_column}'. `nobackfill migrate back` removes "
+            "this column"
         )
         return
-    for step in result.steps:
+    for step in result.next_steps:
         print(escape_control(f"  {step}"))
 
 
@@ -1209,9 +1211,9 @@ def _interruption(migration: "Migration", work: Path) -> str:
         kept = f"{work} keeps what was embedded"
         return f"interrupted: nothing was written to the table; {kept}; {again}"
     return (
-        f"interrupted: {progress.rows} of {progress.total} rows have a new vector, "
-        f"{progress.total - progress.rows} remain; searches still use the old ones; {again}; "
-        f"to undo it, run: {undo}"
+        f"interrupted: {progress.migrated_rows} of {progress.total_rows} rows have a new vector, "
+        f"{progress.total_rows - progress.migrated_rows} remain; searches still use the old ones; "
+        f"{again}; to undo it, run: {undo}"
     )
 
 
@@ -1222,16 +1224,16 @@ def status(work: Work = _WORK, as_json: Json = False) -> None:
 
     progress = Migration(work).status()
     plan = progress.plan
-    line = f"migration of {plan.source}: {plan.state}"
-    if plan.way:
-        line += f", verdict {plan.way}"
-    if progress.total:
-        line += f", {progress.rows} of {progress.total} rows have a new vector"
+    line = f"migration of {plan.source_address}: {plan.state}"
+    if plan.verdict:
+        line += f", verdict {plan.verdict}"
+    if progress.total_rows:
+        line += f", {progress.migrated_rows} of {progress.total_rows} rows have a new vector"
     answer = {
         "state": plan.state,
-        "way": plan.way,
-        "rows": progress.rows,
-        "total": progress.total,
+        "way": plan.verdict,
+        "rows": progress.migrated_rows,
+        "total": progress.total_rows,
     }
     _answer(as_json, answer, [line])
 
@@ -1264,7 +1266,7 @@ def back(
     """Undo a migration, even after the flip: remove the new vectors and restore the old ones."""
     from nobackfill.adopt.migrating import Migration
 
-    lost = Migration(work).back(lose=yes)
+    lost = Migration(work).undo(allow_loss=yes)
     if lost is None:
         print("nothing is left to take back: the table has its old vectors")
         return
@@ -1284,7 +1286,7 @@ def finish(work: Work = _WORK) -> None:
 
     migration = Migration(work)
     migration.finish()
-    if migration.plan().where is None:
+    if migration.plan().row_condition is None:
         print("migration finished: the old vectors are dropped")
     else:
         print("migration finished: the old vectors stay in their column, which other rows share")

@@ -190,11 +190,11 @@ def map_to_onnx(mapping: Map) -> bytes:
     """
     a, b = mapping.dims
     constants = {"weight": mapping.weight, "bias": mapping.bias}
-    mapped = "mapped" if mapping.unit else "upgraded"
-    straight = "straight" if mapping.layers else mapped
+    mapped = "mapped" if mapping.unit_norm else "upgraded"
+    straight = "straight" if mapping.residual_layers else mapped
     nodes = [helper.make_node("Gemm", ["embedding", "weight", "bias"], [straight], transB=1)]
     hidden = "embedding"
-    for number, (weight, bias) in enumerate(mapping.layers):
+    for number, (weight, bias) in enumerate(mapping.residual_layers):
         names = [f"weight_{number}", f"bias_{number}"]
         constants |= dict(zip(names, (weight, bias), strict=True))
         if number:
@@ -202,9 +202,9 @@ def map_to_onnx(mapping: Map) -> bytes:
             hidden = f"hidden_{number}"
         nodes.append(helper.make_node("Gemm", [hidden, *names], [f"layer_{number}"], transB=1))
         hidden = f"layer_{number}"
-    if mapping.layers:
+    if mapping.residual_layers:
         nodes.append(helper.make_node("Add", [straight, hidden], [mapped]))
-    if mapping.unit:
+    if mapping.unit_norm:
         constants["least"] = np.array(_LEAST_NORM, np.float32)
         nodes += [
             helper.make_node("ReduceL2", ["mapped"], ["length"], axes=[1], keepdims=1),
@@ -330,8 +330,8 @@ def converter_evidence(card: ConverterCard, verdict: Verdict) -> ConverterEviden
         judged_by=verdict.judged_by,
         way=verdict.way,
         ways={way.name: way.figures for way in verdict.ways},
-        healing={name: tuple(c) for name, c in verdict.healing.calibrated.items()},
-        raw={name: tuple(c) for name, c in verdict.healing.raw.items()},
+        healing={name: tuple(c) for name, c in verdict.healing.curves_by_score.items()},
+        raw={name: tuple(c) for name, c in verdict.healing.curves_by_distance.items()},
     )
 
 

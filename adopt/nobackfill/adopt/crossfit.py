@@ -93,7 +93,7 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
             f"the pairs have {dims[0]} and {dims[1]}; --old and --new must be vectors of its two "
             "models"
         )
-    linear = replace(converter, unit=False)
+    linear = replace(converter, unit_norm=False)
     return Pairs(pairs.ids, pairs.old, (pairs.new - linear(pairs.old)).astype(np.float32))
 
 
@@ -114,8 +114,8 @@ def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors
         InvalidInputError: `old` has another dimension than the converter, or NaN or infinity.
         ValueError: `correction` has another shape.
     """
-    sums = replace(converter, unit=False)(old) + correction
-    return normalise(sums) if converter.unit else sums
+    sums = replace(converter, unit_norm=False)(old) + correction
+    return normalise(sums) if converter.unit_norm else sums
 
 
 # More folds fit each map on more of the pairs, and need more maps: 45 of 10 folds, 10 of 5. A map
@@ -146,18 +146,18 @@ def share_fitted_per_map(folds: int) -> float:
 
 
 @dataclass(frozen=True)
-class CrossFit:
+class HeldOutResult:
     """One candidate, judged on pairs that its maps were not fitted on.
 
     Attributes:
-        vectors: The n items [n, b], each migrated by a map that was fitted without it.
-        distances: For each set of q queries the distances [q, n] to the migrated items, by maps
-            that were fitted without that item and without the query's own item. For a query
+        migrated_vectors: The n items [n, b], each migrated by a map that was fitted without it.
+        query_distances: For each set of q queries the distances [q, n] to the migrated items, by
+            maps that were fitted without that item and without the query's own item. For a query
             adapter, the distances of the migrated queries to the items.
     """
 
-    vectors: Vectors
-    distances: list[Block]
+    migrated_vectors: Vectors
+    query_distances: list[Block]
 
 
 def cross_fit_candidates(
@@ -166,11 +166,11 @@ def cross_fit_candidates(
     converter: Map | None = None,
     *,
     kinds: Collection[str] | None = None,
-    subset: float = 1.0,
+    fitted_share: float = 1.0,
     folds: int | None = None,
     fitted_queries: Queries | None = None,
     trainer: Trainer | None = None,
-) -> dict[str, CrossFit]:
+) -> dict[str, HeldOutResult]:
     """Cross-fit every candidate: each kind of map, a trained map, and a converter.
 
     An unknown name in `kinds` is ignored. Without any candidate the result is empty.
@@ -181,7 +181,7 @@ def cross_fit_candidates(
         converter: Adds two candidates: "converter", as it is, and "corrected", by the pairs.
         kinds: Names of the candidates; None for all. Candidates that need a converter or a trainer
             are left out without one.
-        subset: Share of the other folds' pairs that maps are fitted to, above 0 and up to 1.
+        fitted_share: Share of the other folds' pairs that maps are fitted to, above 0 and up to 1.
         folds: Number of folds, at least 3; None for `fold_count`.
         fitted_queries: Queries that maps of the pairs are fitted to as well; a converter is not.
         trainer: Adds the candidate "residual"; it is called once for every two folds.
@@ -200,27 +200,32 @@ def cross_fit_candidates(
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
     of_trainer = () if trainer is None else (RESIDUAL_KIND,)
     names = (*MAP_KINDS, *of_trainer, *of_converter) if kinds is None else kinds
-    candidates: dict[str, CrossFit] = {}
+    candidates: dict[str, HeldOutResult] = {}
     if own := [kind for kind in names if kind in (*MAP_KINDS, *of_trainer)]:
         candidates = cross_fit(
             pairs,
             query_sets,
             own,
-            subset=subset,
+            fitted_share=fitted_share,
             folds=folds,
             fitted_queries=fitted_queries,
             trainer=trainer,
         )
     if converter is not None and CORRECTED in names:
         candidates[CORRECTED] = cross_fit(
-            pairs, query_sets, ["affine"], converter=converter, subset=subset, folds=folds
+            pairs,
+            query_sets,
+            ["affine"],
+            converter=converter,
+            fitted_share=fitted_share,
+            folds=folds,
         )["affine"]
     if converter is not None and CONVERTER in names:
         vectors = converter(pairs.old)
         blocks = [
             query_item_distances(queries.new, vectors, queries.metric) for queries in query_sets
         ]
-        candidates[CONVERTER] = CrossFit(vectors, blocks)
+        candidates[CONVERTER] = HeldOutResult(vectors, blocks)
     return candidates
 
 
@@ -230,12 +235,12 @@ def cross_fit(
     kinds: Collection[str] = MAP_KINDS,
     *,
     converter: Map | None = None,
-    subset: float = 1.0,
+    fitted_share: float = 1.0,
     folds: int | None = None,
     fitted_queries: Queries | None = None,
     trainer: Trainer | None = None,
     adapts_queries: bool = False,
-) -> dict[str, CrossFit]:
+) -> dict[str, HeldOutResult]:
     """Fit each kind of map without every two folds, and judge the pairs of these two.
 
     All maps share their penalty, which leave-one-out chooses from all pairs.
@@ -245,7 +250,7 @@ def cross_fit(
         query_sets: Sets of queries with rows among the pairs.
         kinds: Kinds of maps; "residual" needs a trainer.
         converter: Fit corrections of this converter in place of whole maps.
-        subset: Share of the other folds' pairs that maps are fitted to, for a learning curve.
+        fitted_share: Share of the other folds' pairs that maps are fitted to, for a learning curve.
         folds: Number of folds, at least 3; None for `fold_count`.
         fitted_queries: Queries that are fitted on as further pairs, each left out with its item.
         trainer: Trains the residual map; called once for every two folds; its errors pass through.
@@ -271,13 +276,15 @@ def cross_fit(
         )
     rng = np.random.default_rng(0)
     fold = rng.permutation(np.arange(len(pairs)) % folds)
-    items = np.concatenate([_sample(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
+    items = np.concatenate(
+        [_sample(np.flatnonzero(fold == n), fitted_share, rng) for n in range(folds)]
+    )
     linear = pairs if converter is None else residual_pairs(converter, pairs)
     rows = append_queries_as_pairs(linear, fitted_queries)
     # The item that each row is left out with: a pair with itself, a query with its item.
     item = np.arange(len(pairs))
     if fitted_queries is not None:
-        item = np.r_[item, fitted_queries.rows]
+        item = np.r_[item, fitted_queries.gallery_rows]
     fitted = np.flatnonzero(np.isin(item, items))
     total = Moments.from_blocks(split_into_blocks(rows.old[fitted], rows.new[fitted])())
     penalty = None
@@ -292,12 +299,12 @@ def cross_fit(
     results = {kind: _empty_result(pairs, query_sets) for kind in kinds}
     for one, other in combinations(range(folds), 2):
         judged = np.flatnonzero((fold == one) | (fold == other))
-        asking = [np.flatnonzero(np.isin(queries.rows, judged)) for queries in query_sets]
+        asking = [np.flatnonzero(np.isin(queries.gallery_rows, judged)) for queries in query_sets]
         solver = MapSolver(total.subtract(moments[one]).subtract(moments[other]))
-        maps = solver.maps(penalty, unit, [kind for kind in kinds if kind != RESIDUAL_KIND])
+        maps = solver.solve_maps(penalty, unit, [kind for kind in kinds if kind != RESIDUAL_KIND])
         if trainer is not None and RESIDUAL_KIND in kinds:
             others = fitted[~np.isin(item[fitted], judged)]
-            straight = solver.maps(penalty, unit, ["affine"])["affine"]
+            straight = solver.solve_maps(penalty, unit, ["affine"])["affine"]
             maps[RESIDUAL_KIND] = train_residual(
                 straight, rows.old[others], rows.new[others], trainer
             )
@@ -308,8 +315,10 @@ def cross_fit(
             # Several maps fill the distances within one fold. Each of them is unbiased, so that the
             # last one may stay.
             result = results[kind]
-            result.vectors[judged] = migrated
-            for queries, asked, block in zip(query_sets, asking, result.distances, strict=True):
+            result.migrated_vectors[judged] = migrated
+            for queries, asked, block in zip(
+                query_sets, asking, result.query_distances, strict=True
+            ):
                 if len(asked):
                     sides = (queries.new[asked], migrated)
                     if adapts_queries:
@@ -335,7 +344,7 @@ def choose_strength(pairs: Pairs, rows: Ints, moments: Moments) -> AffineStrengt
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.from_blocks(blocks())
-    penalty = MapSolver(of_items).strength(blocks)
+    penalty = MapSolver(of_items).choose_strength(blocks)
     if of_items.rows == moments.rows:
         return penalty
     share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(moments.gram)))
@@ -361,13 +370,15 @@ def append_queries_as_pairs(pairs: Pairs, queries: Queries | None) -> Pairs:
     for items, asked in ((pairs.old, queries.old), (pairs.new, queries.new)):
         moved = asked - asked.mean(0) + items.mean(0)
         sides.append(np.concatenate([items, moved.astype(np.float32)]))
-    ids = [*pairs.ids, *(f"query {row}" for row in range(len(queries.rows)))]
+    ids = [*pairs.ids, *(f"query {row}" for row in range(len(queries.gallery_rows)))]
     return replace(pairs, ids=ids, old=sides[0], new=sides[1])
 
 
-def _empty_result(pairs: Pairs, query_sets: Sequence[Queries]) -> CrossFit:
-    blocks = [np.empty((len(queries.rows), len(pairs)), np.float32) for queries in query_sets]
-    return CrossFit(np.empty_like(pairs.new), blocks)
+def _empty_result(pairs: Pairs, query_sets: Sequence[Queries]) -> HeldOutResult:
+    blocks = [
+        np.empty((len(queries.gallery_rows), len(pairs)), np.float32) for queries in query_sets
+    ]
+    return HeldOutResult(np.empty_like(pairs.new), blocks)
 
 
 def _sample(rows: Ints, share: float, rng: np.random.Generator) -> Ints:

@@ -28,7 +28,7 @@ from nobackfill.adopt.maps import (
     save_map,
 )
 from nobackfill.adopt.page import format_duration, format_figure_percent, render_verdict
-from nobackfill.adopt.pairs import WINDOW_ITEMS, MatchResult, Pairs, match
+from nobackfill.adopt.pairs import WINDOW_ITEMS, MatchResult, Pairs, match_by_id
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import (
     POSTGRESQL_SCHEMES,
@@ -62,10 +62,10 @@ _Models = tuple[str | None, str | None]
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The result of a fit: `answer` for --json, `lines` for a terminal."""
+    """The result of a fit: `json_answer` for --json, `terminal_lines` for a terminal."""
 
-    answer: dict[str, object]
-    lines: list[str]
+    json_answer: dict[str, object]
+    terminal_lines: list[str]
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,26 @@ class FitFiles:
     """Files that a fit writes or reads; None leaves a file out.
 
     Attributes:
-        out: Written: the map.
-        onnx: Written: the map as an ONNX upgrade for a release.
-        joining: Written: the rank fusion for `nobackfill.serve`.
-        report: Written: the HTML page of the verdict.
-        publication: Written: the publication folder of the new converter; needs `card`.
-        card: Read: names and licences for the new converter.
-        converter: Read: a published converter between the two models.
-        root: Read: the root metadata of the converter's publisher.
-        adapter: Written: the query adapter.
+        map_file: Written: the map.
+        onnx_file: Written: the map as an ONNX upgrade for a release.
+        rank_fusion_file: Written: the rank fusion for `nobackfill.serve`.
+        verdict_page: Written: the HTML page of the verdict.
+        publication_folder: Written: the publication folder of the new converter; needs `card_file`.
+        card_file: Read: names and licences for the new converter.
+        converter_address: Read: a published converter between the two models.
+        trusted_root: Read: the root metadata of the converter's publisher.
+        query_adapter_file: Written: the query adapter.
     """
 
-    out: Path
-    onnx: Path | None = None
-    joining: Path | None = None
-    report: Path | None = None
-    publication: Path | None = None
-    card: Path | None = None
-    converter: str | None = None
-    root: Path | None = None
-    adapter: Path | None = None
+    map_file: Path
+    onnx_file: Path | None = None
+    rank_fusion_file: Path | None = None
+    verdict_page: Path | None = None
+    publication_folder: Path | None = None
+    card_file: Path | None = None
+    converter_address: str | None = None
+    trusted_root: Path | None = None
+    query_adapter_file: Path | None = None
 
 
 def fit_and_judge(
@@ -158,7 +158,7 @@ def fit_and_judge(
     """
     _check_files(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
-    card = None if files.card is None else read_card(files.card)
+    card = None if files.card_file is None else read_card(files.card_file)
     old_source = open_item_vectors(old, "--old", key=key, vector=vector, where=where)
     new_source = open_item_vectors(new, "--new")
     query_sources: tuple[Source, Source] | None = None
@@ -188,7 +188,7 @@ def fit_and_judge(
     fingerprints = first_fingerprint(old_model, query_model), first_fingerprint(new_model)
     converter = _converter(files, fingerprints)
     # All inputs are open: from here on the old store is read, which may take minutes.
-    matched = match(old_source, new_source)
+    matched = match_by_id(old_source, new_source)
     pairs = matched.pairs
     if np.array_equal(pairs.old, pairs.new) and new_model in (None, old_model):
         raise InvalidInputError(
@@ -218,14 +218,18 @@ def fit_and_judge(
     lines += _write_files(files, verdict, pairs, models, fingerprints, card)
     steps = _steps(verdict.way, files)
     lines += steps
-    if skipped := matched.without_old:
+    if skipped := matched.ids_without_old:
         ids = join_few(skipped)
         lines.append(f"skipped: {len(skipped)} items of --new have no old vector ({ids})")
     answer = asdict(verdict)
     del answer["map"], answer["joining"]
-    answer["adapter"] = None if files.adapter is None else str(files.adapter)
+    answer["healing"] = {
+        "calibrated": verdict.healing.curves_by_score,
+        "raw": verdict.healing.curves_by_distance,
+    }
+    answer["adapter"] = None if files.query_adapter_file is None else str(files.query_adapter_file)
     answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.new_weight}
-    answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
+    answer |= {"map": str(files.map_file), "without_old": matched.ids_without_old, "steps": steps}
     return FitAnswer(answer, lines)
 
 
@@ -237,12 +241,21 @@ def _check_files(files: FitFiles) -> None:
         CannotWriteError: A file's folder does not exist.
         InvalidInputError: The adapter's name ends neither in .npz nor in .onnx.
     """
-    if files.adapter is not None and files.adapter.suffix not in (".npz", ".onnx"):
+    if files.query_adapter_file is not None and files.query_adapter_file.suffix not in (
+        ".npz",
+        ".onnx",
+    ):
         raise InvalidInputError(
-            f"--adapter {files.adapter}: expected FILE.npz for searches by nobackfill.serve, or "
-            "FILE.onnx for a release; the ending chooses the format"
+            f"--adapter {files.query_adapter_file}: expected FILE.npz for searches by "
+            "nobackfill.serve, or FILE.onnx for a release; the ending chooses the format"
         )
-    for path in (files.out, files.onnx, files.joining, files.adapter, files.report):
+    for path in (
+        files.map_file,
+        files.onnx_file,
+        files.rank_fusion_file,
+        files.query_adapter_file,
+        files.verdict_page,
+    ):
         if path is not None and not path.parent.is_dir():
             raise CannotWriteError(
                 f"{path}: cannot be written, because there is no folder {path.parent}; create it"
@@ -256,7 +269,7 @@ def _side_notes(old: Source, new: Source, matched: MatchResult) -> list[str]:
         facts = source.facts()
         model = f"model {facts.model[:12]}" if facts.model else "a model that it does not name"
         notes.append(f"{side}: {facts.name}, {vectors.shape[1]} dims, {model}")
-    unmatched = len(matched.without_old)
+    unmatched = len(matched.ids_without_old)
     if unmatched and old.count() <= len(matched.pairs):
         notes.append(
             f"--new has {unmatched} items that --old lacks, although --old is usually the larger "
@@ -266,9 +279,11 @@ def _side_notes(old: Source, new: Source, matched: MatchResult) -> list[str]:
 
 
 def _converter(files: FitFiles, models: _Models) -> VerifiedConverter | None:
-    if files.converter is None:
+    if files.converter_address is None:
         return None
-    return open_converter(files.converter, root=files.root, old=models[0], new=models[1])
+    return open_converter(
+        files.converter_address, root=files.trusted_root, old=models[0], new=models[1]
+    )
 
 
 def _write_files(
@@ -284,29 +299,33 @@ def _write_files(
     facts = mapping.facts | {VERDICT_FACT: verdict.way}
     if is_unit(pairs.old):
         facts[OLD_NORM_FACT] = "1"
-    save_map(files.out, replace(mapping, facts=facts))
-    lines = [f"map: {files.out} ({verdict.map.kind})"]
-    if files.onnx is not None:
-        write_file(files.onnx, map_to_upgrade_onnx(mapping))
-        lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")
-    if files.joining is not None:
-        save_rank_fusion(files.joining, verdict.joining)
-        lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
-    if files.adapter is not None:
+    save_map(files.map_file, replace(mapping, facts=facts))
+    lines = [f"map: {files.map_file} ({verdict.map.kind})"]
+    if files.onnx_file is not None:
+        write_file(files.onnx_file, map_to_upgrade_onnx(mapping))
+        lines.append(f"upgrade: {files.onnx_file}, for export.py --upgrade")
+    if files.rank_fusion_file is not None:
+        save_rank_fusion(files.rank_fusion_file, verdict.joining)
+        lines.append(f"rank fusion: {files.rank_fusion_file}, for searches by nobackfill.serve")
+    if files.query_adapter_file is not None:
         adapter = verdict.adapter.with_model_names(*models)
-        if _is_for_releases(files.adapter):
-            write_file(files.adapter, map_to_upgrade_onnx(adapter))
+        if _is_for_releases(files.query_adapter_file):
+            write_file(files.query_adapter_file, map_to_upgrade_onnx(adapter))
         else:
-            save_map(files.adapter, adapter)
-        lines.append(f"query adapter: {files.adapter} ({adapter.kind})")
-    if files.report is not None:
-        write_file(files.report, render_verdict(verdict).encode())
-        lines.append(f"report: {files.report}")
-    if files.publication is not None and card is not None:
-        manifest = publish_map_as_converter(files.publication, verdict, pairs, fingerprints, card)
+            save_map(files.query_adapter_file, adapter)
+        lines.append(f"query adapter: {files.query_adapter_file} ({adapter.kind})")
+    if files.verdict_page is not None:
+        write_file(files.verdict_page, render_verdict(verdict).encode())
+        lines.append(f"report: {files.verdict_page}")
+    if files.publication_folder is not None and card is not None:
+        manifest = publish_map_as_converter(
+            files.publication_folder, verdict, pairs, fingerprints, card
+        )
         lines.append(
-            f"published: converter {manifest.converter} in {files.publication}; give its users "
-            f"{files.publication / '1.root.json'} on another channel than the publication itself"
+            f"published: converter {manifest.converter} in {files.publication_folder}; give its "
+            "users "
+            f"{files.publication_folder / '1.root.json'} on another channel than the publication "
+            "itself"
         )
     return lines
 
@@ -321,22 +340,25 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     if way in ("stay", "switch", "re-embed"):
         return []
     if way == ADAPTER_OPTION:
-        if files.adapter is None:
+        if files.query_adapter_file is None:
             return ["next: run this command again with --adapter adapter.npz"]
-        if _is_for_releases(files.adapter):
-            return [f"next: publish the new model by export.py with --adapter {files.adapter}"]
-        return [f"next: {adapter_example(files.adapter)}"]
-    steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
+        if _is_for_releases(files.query_adapter_file):
+            return [
+                "next: publish the new model by export.py with --adapter "
+                f"{files.query_adapter_file}"
+            ]
+        return [f"next: {adapter_example(files.query_adapter_file)}"]
+    steps = [f"next: nobackfill carry SOURCE --map {files.map_file} --to NAME"]
     if way == "map":
         return steps
-    if files.joining is None:
+    if files.rank_fusion_file is None:
         steps = ["next: run this command again with --joining joining.npz", *steps]
-    natives, joining = "natives.db", files.joining or "joining.npz"
+    natives, joining = "natives.db", files.rank_fusion_file or "joining.npz"
     items = ", items=ITEMS" if way == "lazily" else ""
     return [
         *steps,
         "then: build the index by the statement that `carry` prints, and do not flip",
-        f"then: search by Dual.open(source, Path({str(files.out)!r}), Path({str(joining)!r}), "
+        f"then: search by Dual.open(source, Path({str(files.map_file)!r}), Path({str(joining)!r}), "
         f"Path({natives!r}), new_model, carried='NAME'{items}) of nobackfill.serve",
     ]
 
@@ -362,7 +384,7 @@ def read_known_item_queries(pairs: Pairs, old: Source, new: Source) -> Queries:
         IncompatibleSpaceError: Files of one folder record different models.
         BusyError: Others hold a store, or its server has too many requests.
     """
-    queries = match(old, new).pairs
+    queries = match_by_id(old, new).pairs
     dims = (queries.old.shape[1], queries.new.shape[1])
     item_dims = (pairs.old.shape[1], pairs.new.shape[1])
     if dims != item_dims:
@@ -380,7 +402,9 @@ def read_known_item_queries(pairs: Pairs, old: Source, new: Source) -> Queries:
             "`nobackfill sample`, and run `nobackfill embed` again"
         )
     rows = np.array([places[queries.ids[row]] for row in known], np.int64)
-    return Queries(queries.old[known], queries.new[known], rows, own=False, metric=pairs.metric)
+    return Queries(
+        queries.old[known], queries.new[known], rows, are_gallery_items=False, metric=pairs.metric
+    )
 
 
 def _seconds(source: Source) -> float | None:
@@ -397,7 +421,7 @@ def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | No
         None for a server whose writing is not calibrated.
     """
     a, b = pairs.old.shape[1], pairs.new.shape[1]
-    mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
+    mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit_norm=True)
     window = np.resize(pairs.old, (WINDOW_ITEMS, a))
     started = time.perf_counter()
     rows = sum(

@@ -80,32 +80,34 @@ class ScanQueries:
 
     Attributes:
         queries: Their vectors by both models; rows are those of the n pairs.
-        migrated: Distances [q, n] to the migrated pairs, by maps that were fitted without both.
-        joinings: Rank fusion of the queries in `first`, and that of the others.
-        first: Bool [q].
-        in_old: More forms of the queries in the old space [q, a], by the name of their way.
-        in_old_distances: Their distances [q, n] to the pairs, by the name of their way.
+        migrated_distances: Distances [q, n] to the migrated pairs, by maps that were fitted
+            without both.
+        rank_fusions: Rank fusion of the queries in `in_first_half`, and that of the others.
+        in_first_half: Bool [q].
+        old_space_queries: More forms of the queries in the old space [q, a], by the name of their
+            way.
+        old_space_distances: Their distances [q, n] to the pairs, by the name of their way.
     """
 
     queries: Queries
-    migrated: Block
-    joinings: tuple[FittedRankFusion, FittedRankFusion]
-    first: Mask
-    in_old: Mapping[str, Vectors]
-    in_old_distances: Mapping[str, Block]
+    migrated_distances: Block
+    rank_fusions: tuple[FittedRankFusion, FittedRankFusion]
+    in_first_half: Mask
+    old_space_queries: Mapping[str, Vectors]
+    old_space_distances: Mapping[str, Block]
 
-    def part(self, rows: Ints) -> "ScanQueries":
+    def select(self, rows: Ints) -> "ScanQueries":
         """Select queries by their numbers, 0 to q - 1.
 
         Their order is that of `rows`; the rank fusions stay.
         """
         return ScanQueries(
             self.queries.select(rows),
-            self.migrated[rows],
-            self.joinings,
-            self.first[rows],
-            {name: vectors[rows] for name, vectors in self.in_old.items()},
-            {name: block[rows] for name, block in self.in_old_distances.items()},
+            self.migrated_distances[rows],
+            self.rank_fusions,
+            self.in_first_half[rows],
+            {name: vectors[rows] for name, vectors in self.old_space_queries.items()},
+            {name: block[rows] for name, block in self.old_space_distances.items()},
         )
 
     def distances(self, items: Vectors, migrated: Block) -> dict[str, Block]:
@@ -116,8 +118,8 @@ class ScanQueries:
             migrated: Distances [q, w] of new queries to the migrated items.
 
         Returns:
-            "stay", "map" and each way of `in_old`; smaller is nearer. The block of "map" is
-            `migrated` itself.
+            "stay", "map" and each way of `old_space_queries`; smaller is nearer. The block of
+            "map" is `migrated_distances` itself.
 
         Raises:
             ValueError: An item has another dimension, or with cosine is zero. An item is not
@@ -129,7 +131,7 @@ class ScanQueries:
             "map": migrated,
             **{
                 name: query_item_distances(side, items, metric)
-                for name, side in self.in_old.items()
+                for name, side in self.old_space_queries.items()
             },
         }
 
@@ -270,7 +272,7 @@ def _knots(residuals: Values) -> tuple[Values, Values]:
     )
 
 
-class NativeModel:
+class NativeNearnessPredictor:
     """Predicts the native nearness of items from their old and migrated nearness."""
 
     def __init__(self, old: Block, migrated: Block, native: Block, usable: Mask) -> None:
@@ -312,13 +314,13 @@ class NativeModel:
         predicted = self.predict(old, migrated)
         residual = np.where(usable, native - predicted, 0)
         count = np.maximum(1, usable.sum(1, keepdims=True))
-        self.deviation = np.sqrt(np.square(residual).sum(1, keepdims=True) / count) + 1e-9
+        self.residual_deviation = np.sqrt(np.square(residual).sum(1, keepdims=True) / count) + 1e-9
         low, high = float(predicted[usable].min()), float(predicted[usable].max())
         self._low, self._width = low, max(1e-6, (high - low) / (BINS - 2))
-        self._bins = self.bins(predicted)
-        self._residual = (residual / self.deviation).astype(np.float32)
+        self._bins = self.bin_numbers(predicted)
+        self._residual = (residual / self.residual_deviation).astype(np.float32)
         self._usable = usable
-        self.centres = self._low + self._width * (np.arange(BINS) + 0.5)
+        self.bin_centres = self._low + self._width * (np.arange(BINS) + 0.5)
 
     def predict(self, old: Block, migrated: Block) -> Block:
         """Return the expected native nearness, float32 of the shape of both arguments.
@@ -331,7 +333,7 @@ class NativeModel:
         own: Block = self._slope * predicted + self._shift
         return own
 
-    def bins(self, predicted: Block) -> Ints:
+    def bin_numbers(self, predicted: Block) -> Ints:
         """Return the bin of each predicted nearness, 0 to BINS - 1.
 
         Predictions beyond those of the sample belong to the first or the last bin.
@@ -427,25 +429,27 @@ class ScanResult:
     """Figures of one set of queries in the whole gallery.
 
     Attributes:
-        ways: Figures of each way.
+        figures_by_option: Figures of each way.
         candidate_recall: Share of the right items among the candidates of both models [q]. It is
             measured for items to find, and estimated for the new model's ten neighbours.
-        intervals: For each way the 95 % interval of the mean agreement@10.
+        agreement_intervals: For each way the 95 % interval of the mean agreement@10.
     """
 
-    ways: dict[str, Figures]
+    figures_by_option: dict[str, Figures]
     candidate_recall: PerQuery
-    intervals: dict[str, tuple[float, float]]
+    agreement_intervals: dict[str, tuple[float, float]]
 
 
 class SetScan:
     """The pass over the gallery for one set of queries."""
 
-    def __init__(self, one: ScanQueries, pairs: Pairs, migrated: Vectors, anchors: Ints) -> None:
+    def __init__(
+        self, scan_queries: ScanQueries, pairs: Pairs, migrated: Vectors, anchors: Ints
+    ) -> None:
         """Begin with the items of the sample, whose numbers are 0 to n - 1.
 
         Args:
-            one: The queries.
+            scan_queries: The queries.
             pairs: The n items with native vectors.
             migrated: Their migrated vectors [n, b], by maps that were fitted without each.
             anchors: Rows of the pairs that distances are standardised by.
@@ -453,33 +457,43 @@ class SetScan:
         Raises:
             ValueError: A vector is not finite, or with cosine is zero. There is only one pair.
         """
-        queries = one.queries
-        self._one, self._queries, self._sample = one, queries, len(pairs)
-        self._rows = np.arange(len(queries.rows))
+        queries = scan_queries.queries
+        self._one, self._queries, self._sample = scan_queries, queries, len(pairs)
+        self._rows = np.arange(len(queries.gallery_rows))
         old = query_item_distances(queries.old, pairs.old, queries.metric)
         native = query_item_distances(queries.new, pairs.new, queries.metric)
-        self._of_old, self._of_new = _Scale.of(old, anchors), _Scale.of(one.migrated, anchors)
+        self._of_old, self._of_new = (
+            _Scale.of(old, anchors),
+            _Scale.of(scan_queries.migrated_distances, anchors),
+        )
         straight = _straighten(native, queries.metric)
         self._of_native = _Scale.of(straight, anchors)
         self._plain_native = _Scale.of(native, anchors)
-        self.native = self._of_native(straight)
-        hub = self.hub(migrated)
-        self._of_corrected = _Scale.of(one.migrated + hub, anchors)
+        self.native_nearness = self._of_native(straight)
+        hub = self.measure_hubness(migrated)
+        self._of_corrected = _Scale.of(scan_queries.migrated_distances + hub, anchors)
         self._itself = np.zeros(old.shape, bool)
-        self._itself[self._rows, queries.rows] = True
-        self.model = NativeModel(
-            self._of_old(old), self._of_new(one.migrated), self.native, ~self._itself
+        self._itself[self._rows, queries.gallery_rows] = True
+        self.nearness_predictor = NativeNearnessPredictor(
+            self._of_old(old),
+            self._of_new(scan_queries.migrated_distances),
+            self.native_nearness,
+            ~self._itself,
         )
-        if queries.own:
-            self.native = np.where(self._itself, np.float32(-40), self.native)
-        blocks = {"stay": old, "map": one.migrated, **one.in_old_distances}
+        if queries.are_gallery_items:
+            self.native_nearness = np.where(self._itself, np.float32(-40), self.native_nearness)
+        blocks = {
+            "stay": old,
+            "map": scan_queries.migrated_distances,
+            **scan_queries.old_space_distances,
+        }
         bound = np.float32(-np.inf)
         self._bounds = {
-            name: np.full((len(old), 1), bound) if queries.own
-            else block[self._rows, queries.rows][:, None]
+            name: np.full((len(old), 1), bound) if queries.are_gallery_items
+            else block[self._rows, queries.gallery_rows][:, None]
             for name, block in blocks.items()
         }  # fmt: skip
-        self.places = {name: np.zeros(len(old), np.int64) for name in blocks}
+        self.nearer_counts = {name: np.zeros(len(old), np.int64) for name in blocks}
         self._nearest = {
             name: _Nearest(
                 len(old), CANDIDATES_PER_SEARCH if name in ("stay", "map") else NEIGHBOURS, 3
@@ -487,33 +501,34 @@ class SetScan:
             for name in blocks
         }
         self._counts = np.zeros((len(old), BINS), np.int64)
-        out = self._itself if queries.own else np.zeros_like(self._itself)
+        out = self._itself if queries.are_gallery_items else np.zeros_like(self._itself)
         self._add({name: np.where(out, np.inf, block) for name, block in blocks.items()}, hub, 0)
 
-    def hub(self, migrated: Vectors) -> Block:
+    def measure_hubness(self, migrated: Vectors) -> Block:
         """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion.
 
         Returns:
             Zeros where a rank fusion corrects no hubs. Without items [q, 0].
         """
         first, second = (
-            measure_hubs(migrated, joining.hub_queries)[None] for joining in self._one.joinings
+            measure_hubs(migrated, joining.hub_queries)[None] for joining in self._one.rank_fusions
         )
-        return np.where(self._one.first[:, None], first, second)
+        return np.where(self._one.in_first_half[:, None], first, second)
 
     @property
     def _halves(self) -> list[tuple[FittedRankFusion, Mask]]:
         """The rank fusions, each with its queries, bool [q]."""
-        first = self._one.first
-        return list(zip(self._one.joinings, (first, ~first), strict=True))
+        first = self._one.in_first_half
+        return list(zip(self._one.rank_fusions, (first, ~first), strict=True))
 
     @property
     def corrects_hubs(self) -> bool:
-        """Tell whether a rank fusion of these queries corrects hubs, so that `hub` is needed.
+        """Tell whether a rank fusion of these queries corrects hubs, so that `measure_hubness` is
+        needed.
 
-        If False, `hub` gives zeros.
+        If False, `measure_hubness` gives zeros.
         """
-        return any(len(joining.hub_queries) for joining in self._one.joinings)
+        return any(len(joining.hub_queries) for joining in self._one.rank_fusions)
 
     def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         """Add items outside the sample.
@@ -526,8 +541,8 @@ class SetScan:
             first: The number of the first; the sample has 0 to n - 1.
         """
         old = blocks["stay"]
-        predicted = self.model.predict(self._of_old(old), self._of_new(blocks["map"]))
-        bins = self.model.bins(predicted)
+        predicted = self.nearness_predictor.predict(self._of_old(old), self._of_new(blocks["map"]))
+        bins = self.nearness_predictor.bin_numbers(predicted)
         flat = bins + BINS * self._rows[:, None]
         self._counts += np.bincount(flat.ravel(), minlength=self._counts.size).reshape(-1, BINS)
         self._add(blocks, np.broadcast_to(hub, old.shape), first)
@@ -535,7 +550,7 @@ class SetScan:
     def _add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         values = (blocks["stay"], blocks["map"], hub)
         for name, block in blocks.items():
-            self.places[name] += (block <= self._bounds[name]).sum(1)
+            self.nearer_counts[name] += (block <= self._bounds[name]).sum(1)
             self._nearest[name].add(block, values, first)
 
     def result(self, items: int, errors: Mapping[str, float] | None = None) -> ScanResult:
@@ -550,7 +565,7 @@ class SetScan:
             Figures of "stay", "map", "both", "lazily", "re-embed" and each way of `in_old`. Nothing
             is changed, so that more items may follow. The same items give the same figures again.
         """
-        model, queries = self.model, self._queries
+        model, queries = self.nearness_predictor, self._queries
         both = self._candidates()
         lists = {
             name: self._items(nearest).first(
@@ -567,11 +582,11 @@ class SetScan:
         agreement["lazily"] = self._lazily(residuals, hits)
         ways = {name: {"agreement@10": one} for name, one in agreement.items()}
         ways["re-embed"] = {"agreement@10": np.ones(len(self._rows))}
-        if not queries.own:
+        if not queries.are_gallery_items:
             places: dict[str, NDArray[np.float64]] = {
-                name: place[None].astype(np.float64) for name, place in self.places.items()
+                name: place[None].astype(np.float64) for name, place in self.nearer_counts.items()
             }
-            found = both.numbers == queries.rows[:, None]
+            found = both.numbers == queries.gallery_rows[:, None]
             recall = found.any(1).astype(np.float64)
             score = np.where(found, both.joint, -np.inf).max(1, keepdims=True)
             rank = (both.joint >= score).sum(1)
@@ -592,7 +607,7 @@ class SetScan:
         corrected = self._of_corrected(new + hub)
         joint = np.empty_like(near_old)
         for joining, half in zip(
-            self._one.joinings, (self._one.first, ~self._one.first), strict=True
+            self._one.rank_fusions, (self._one.in_first_half, ~self._one.in_first_half), strict=True
         ):
             by_new = corrected if len(joining.hub_queries) else near_new
             joint[half] = fuse_nearness(joining.new_weight, near_old, by_new)[half]
@@ -628,14 +643,16 @@ class SetScan:
         """Return the native nearness [q, c] of items, and whether the sample has it."""
         known = (items.numbers >= 0) & (items.numbers < self._sample)
         rows = np.where(known, items.numbers, 0)
-        return np.where(known, np.take_along_axis(self.native, rows, 1), -40.0), known
+        return np.where(known, np.take_along_axis(self.native_nearness, rows, 1), -40.0), known
 
     def _shares_above(self, residuals: _Residuals, items: _Items, bound: PerQuery) -> PerQuery:
         """Return the probability that items are natively nearer than a bound [q]."""
         native, known = self._native(items)
-        predicted = self.model.predict(items.old, items.migrated)
-        bins = self.model.bins(predicted)
-        unknown = residuals.share_above((bound[:, None] - predicted) / self.model.deviation, bins)
+        predicted = self.nearness_predictor.predict(items.old, items.migrated)
+        bins = self.nearness_predictor.bin_numbers(predicted)
+        unknown = residuals.share_above(
+            (bound[:, None] - predicted) / self.nearness_predictor.residual_deviation, bins
+        )
         share = np.where(known, native >= bound[:, None], unknown)
         return np.where(items.numbers < 0, 0.0, share)
 
@@ -643,7 +660,9 @@ class SetScan:
         """Return how many items outside the sample are expected natively nearer than a bound."""
         some = np.flatnonzero(self._counts.any(0))
         bins = np.broadcast_to(some, (len(bound), len(some)))
-        over = (bound[:, None] - self.model.centres[some]) / self.model.deviation
+        over = (
+            bound[:, None] - self.nearness_predictor.bin_centres[some]
+        ) / self.nearness_predictor.residual_deviation
         count: PerQuery = (self._counts[:, some] * residuals.share_above(over, bins)).sum(1)
         return count
 
@@ -652,7 +671,7 @@ class SetScan:
         low, high = np.full(len(self._rows), -4.0), np.full(len(self._rows), 40.0)
         for _ in range(20):
             half = (low + high) / 2
-            count = (self.native >= half[:, None]).sum(1) + self._nearer(residuals, half)
+            count = (self.native_nearness >= half[:, None]).sum(1) + self._nearer(residuals, half)
             many = count > NEIGHBOURS
             low, high = np.where(many, half, low), np.where(many, high, half)
         middle: PerQuery = (low + high) / 2
@@ -661,10 +680,12 @@ class SetScan:
     def _draws(self, residuals: _Residuals, items: _Items, seed: int = 0) -> PerQuery:
         """Draw the native nearness of items, [d, q, c]."""
         native, known = self._native(items)
-        predicted = self.model.predict(items.old, items.migrated)
-        bins = np.broadcast_to(self.model.bins(predicted), (NEARNESS_DRAWS, *predicted.shape))
+        predicted = self.nearness_predictor.predict(items.old, items.migrated)
+        bins = np.broadcast_to(
+            self.nearness_predictor.bin_numbers(predicted), (NEARNESS_DRAWS, *predicted.shape)
+        )
         rng = np.random.default_rng(seed)
-        drawn = predicted + self.model.deviation * residuals.draw(bins, rng)
+        drawn = predicted + self.nearness_predictor.residual_deviation * residuals.draw(bins, rng)
         drawn = np.where(known, native, drawn)
         return np.where(items.numbers < 0, -40.0, drawn)
 
@@ -675,10 +696,10 @@ class SetScan:
         odds: PerQuery = np.empty(native.shape)
         joint = np.where(items.numbers < 0, 0, items.joint)
         for joining, half in zip(
-            self._one.joinings, (self._one.first, ~self._one.first), strict=True
+            self._one.rank_fusions, (self._one.in_first_half, ~self._one.in_first_half), strict=True
         ):
             line = joining.native_line
-            odds[:, half] = line.slope * plain[:, half] + line.share * joint[half]
+            odds[:, half] = line.slope * plain[:, half] + line.migrated_weight * joint[half]
         return odds
 
     def _agreement(self, residuals: _Residuals, lists: Mapping[str, _Items]) -> dict[str, PerQuery]:
@@ -703,9 +724,9 @@ class SetScan:
         self, residuals: _Residuals, hits: _Items, both: _Items, items: int
     ) -> dict[str, NDArray[np.float64]]:
         """Draw the places [d, q] of the items to find by the two ways that embed items again."""
-        rows = self._queries.rows
-        answer = self.native[self._rows, rows].astype(np.float64)
-        nearer = (self.native >= answer[:, None]).sum(1)
+        rows = self._queries.gallery_rows
+        answer = self.native_nearness[self._rows, rows].astype(np.float64)
+        nearer = (self.native_nearness >= answer[:, None]).sum(1)
         native = self._draws(residuals, hits)
         unknown = (hits.numbers < 0) | (hits.numbers >= self._sample)
         among = (native >= answer[None, :, None]) & unknown
@@ -734,7 +755,7 @@ class SetScan:
         """
         part = np.random.default_rng(2).permutation(np.arange(self._sample) % LEFT_OUT_PARTS)
         parts = [
-            self._agreement(self.model.residuals(part == one), lists)
+            self._agreement(self.nearness_predictor.residuals(part == one), lists)
             for one in range(LEFT_OUT_PARTS)
         ]
         intervals = {}
@@ -752,14 +773,14 @@ class SetScan:
 
 
 def back_test(
-    one: ScanQueries, pairs: Pairs, migrated: Vectors, figures: Mapping[str, Figures]
+    scan_queries: ScanQueries, pairs: Pairs, migrated: Vectors, figures: Mapping[str, Figures]
 ) -> dict[str, float]:
     """Estimate figures of the sample from a quarter of it, and compare them with its own.
 
     The same arguments give the same quarter.
 
     Args:
-        one: The queries.
+        scan_queries: The queries.
         pairs: The n items with native vectors.
         migrated: Their migrated vectors [n, b], by maps that were fitted without each.
         figures: Figures of each way among the pairs.
@@ -773,26 +794,28 @@ def back_test(
     """
     order = np.random.default_rng(3).permutation(len(pairs))
     quarter, others = np.sort(order[: len(pairs) // 4]), np.sort(order[len(pairs) // 4 :])
-    queries = np.flatnonzero(np.isin(one.queries.rows, quarter))
+    queries = np.flatnonzero(np.isin(scan_queries.queries.gallery_rows, quarter))
     if len(quarter) <= NEIGHBOURS or len(queries) < 2:
         return {}
-    part = one.part(queries)
-    rows = np.searchsorted(quarter, part.queries.rows)
+    part = scan_queries.select(queries)
+    rows = np.searchsorted(quarter, part.queries.gallery_rows)
     small = replace(
         part,
-        queries=replace(part.queries, rows=rows),
-        migrated=part.migrated[:, quarter],
-        in_old_distances={name: one[:, quarter] for name, one in part.in_old_distances.items()},
+        queries=replace(part.queries, gallery_rows=rows),
+        migrated_distances=part.migrated_distances[:, quarter],
+        old_space_distances={
+            name: one[:, quarter] for name, one in part.old_space_distances.items()
+        },
     )
     ids = [pairs.ids[row] for row in quarter]
     few = Pairs(ids, pairs.old[quarter], pairs.new[quarter], pairs.metric)
     scan = SetScan(small, few, migrated[quarter], np.arange(len(quarter)))
-    hub = scan.hub(migrated[others])
+    hub = scan.measure_hubness(migrated[others])
     blocks = {"stay": query_item_distances(part.queries.old, pairs.old[others], pairs.metric)}
-    blocks |= {"map": part.migrated[:, others]}
-    blocks |= {name: one[:, others] for name, one in part.in_old_distances.items()}
+    blocks |= {"map": part.migrated_distances[:, others]}
+    blocks |= {name: one[:, others] for name, one in part.old_space_distances.items()}
     scan.add(blocks, hub, len(quarter))
-    ways = scan.result(len(pairs)).ways
+    ways = scan.result(len(pairs)).figures_by_option
     return {
         name: float(ways[name]["agreement@10"].mean() - by_way["agreement@10"][queries].mean())
         for name, by_way in figures.items()
@@ -803,12 +826,12 @@ def back_test(
 def scan_gallery(
     source: Source,
     pairs: Pairs,
-    sets: Sequence[ScanQueries],
+    query_sets: Sequence[ScanQueries],
     figures: Sequence[Mapping[str, Figures]],
     migrated: Vectors,
     anchors: Ints,
     maps: Sequence[Map],
-    fold: Ints,
+    left_out_by: Ints,
 ) -> tuple[int, list[ScanResult]]:
     """Read the gallery once, and compute the figures of each set of queries.
 
@@ -820,12 +843,12 @@ def scan_gallery(
     Args:
         source: The store of the old vectors.
         pairs: The n items with native vectors.
-        sets: Sets of queries.
+        query_sets: Sets of queries.
         figures: For each set the figures of each way among the pairs.
         migrated: Migrated vectors of the pairs [n, b], by maps that were fitted without each.
         anchors: Rows of the pairs that distances are standardised by.
         maps: Maps, each fitted without one fold of the pairs.
-        fold: For each pair the map that was fitted without it [n].
+        left_out_by: For each pair the map that was fitted without it [n].
 
     Returns:
         The number of items, and for each set its figures.
@@ -842,23 +865,23 @@ def scan_gallery(
         IncompatibleSpaceError: Files of one folder record different models.
     """
     errors = [
-        back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)
+        back_test(one, pairs, migrated, ways) for one, ways in zip(query_sets, figures, strict=True)
     ]
-    scans = [SetScan(one, pairs, migrated, anchors) for one in sets]
+    scans = [SetScan(one, pairs, migrated, anchors) for one in query_sets]
     sampled, number = set(pairs.ids), len(pairs)
     corrects = any(one.corrects_hubs for one in scans)
-    for items in _blocks(source, pairs.old.shape[1], sampled, sets):
+    for items in _blocks(source, pairs.old.shape[1], sampled, query_sets):
         by_map = [mapping(items) for mapping in maps]
-        for one, scan in zip(sets, scans, strict=True):
-            block = np.empty((len(one.queries.rows), len(items)), np.float32)
-            of = fold[one.queries.rows]
+        for one, scan in zip(query_sets, scans, strict=True):
+            block = np.empty((len(one.queries.gallery_rows), len(items)), np.float32)
+            of = left_out_by[one.queries.gallery_rows]
             for which, vectors in enumerate(by_map):
                 rows = np.flatnonzero(of == which)
                 if len(rows):
                     block[rows] = query_item_distances(
                         one.queries.new[rows], vectors, one.queries.metric
                     )
-            hub = scan.hub(by_map[0]) if corrects else np.zeros((1, 1), np.float32)
+            hub = scan.measure_hubness(by_map[0]) if corrects else np.zeros((1, 1), np.float32)
             scan.add(one.distances(items, block), hub, number)
         number += len(items)
     results = [scan.result(number, error) for scan, error in zip(scans, errors, strict=True)]
@@ -869,7 +892,7 @@ def _blocks(
     source: Source, dim: int, sampled: set[str], sets: Sequence[ScanQueries]
 ) -> Iterator[Vectors]:
     """Yield the old vectors [w, a] of items outside the sample, a step at a time."""
-    step = max(1, STEP_DISTANCES // max(len(one.queries.rows) for one in sets))
+    step = max(1, STEP_DISTANCES // max(len(one.queries.gallery_rows) for one in sets))
     name = source.facts().name
     for window in source.windows(WINDOW_ITEMS):
         rows = check_rows(source.read(window), dim, name)

@@ -75,7 +75,11 @@ def fit_odds_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     fitted = OddsLine(
         max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0
     )
-    return fitted if fitted.share >= 0 else fit_odds_line(matches[:, :1], others[:, :1], seed)
+    return (
+        fitted
+        if fitted.migrated_weight >= 0
+        else fit_odds_line(matches[:, :1], others[:, :1], seed)
+    )
 
 
 def save_rank_fusion(path: Path, joining: FittedRankFusion) -> None:
@@ -86,7 +90,9 @@ def save_rank_fusion(path: Path, joining: FittedRankFusion) -> None:
     Raises:
         CannotWriteError: The file cannot be written. Its folder does not exist.
     """
-    lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(joining)}
+    lines = {
+        name: [line.slope, line.intercept, line.migrated_weight] for name, line in _lines(joining)
+    }
     header = {"format": FORMAT, "weight": joining.new_weight, "mark": joining.map_digest, **lines}
     if joining.metric != "cosine":
         header |= {"format": OTHER_METRIC_FORMAT, "metric": joining.metric}

@@ -44,30 +44,38 @@ class Queries:
     Attributes:
         old: Vectors of the q queries by the old model [q, a].
         new: Vectors of the same queries by the new model [q, b].
-        rows: The gallery row of each query [q]: the item to find, or its own item if `own`.
-        own: Whether the queries are items themselves, each left out of its own answer.
+        gallery_rows: The gallery row of each query [q]: the item to find, or its own item if
+            `are_gallery_items`.
+        are_gallery_items: Whether the queries are items themselves, each left out of its own
+            answer.
         metric: The metric of the store.
     """
 
     old: Vectors
     new: Vectors
-    rows: Ints
-    own: bool
+    gallery_rows: Ints
+    are_gallery_items: bool
     metric: Metric = "cosine"
 
     def select(self, rows: Ints) -> "Queries":
         """Select queries by their numbers, 0 to q - 1.
 
-        Vectors and rows are copies, in the order of `rows`.
+        Vectors and rows are copies, in the order of `gallery_rows`.
         """
-        return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
+        return Queries(
+            self.old[rows],
+            self.new[rows],
+            self.gallery_rows[rows],
+            self.are_gallery_items,
+            self.metric,
+        )
 
     @property
     def exchange_models(self) -> "Queries":
         """Return the same queries with the roles of both models exchanged, for a query adapter.
         Arrays are shared.
         """
-        return Queries(self.new, self.old, self.rows, self.own, self.metric)
+        return Queries(self.new, self.old, self.gallery_rows, self.are_gallery_items, self.metric)
 
 
 def query_item_distances(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
@@ -103,13 +111,13 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
         figures are "agreement@10", and for known items also "R@1", "R@10" and "MRR". An item at the
         same distance as the item to find counts as nearer.
     """
-    rows = np.arange(len(queries.rows))
+    rows = np.arange(len(queries.gallery_rows))
 
     def top(block: Block) -> Ints:
-        others = block.copy() if queries.own else block
-        if queries.own:
-            others[rows, queries.rows] = np.inf
-        count = min(NEIGHBOURS, block.shape[1] - queries.own)
+        others = block.copy() if queries.are_gallery_items else block
+        if queries.are_gallery_items:
+            others[rows, queries.gallery_rows] = np.inf
+        count = min(NEIGHBOURS, block.shape[1] - queries.are_gallery_items)
         return np.argpartition(others, count - 1, axis=1)[:, :count].astype(np.int64)
 
     truth = np.zeros(native.shape, bool)
@@ -117,10 +125,10 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
 
     def figures(block: Block) -> Figures:
         agreement = np.take_along_axis(truth, top(block), 1).mean(1)
-        if queries.own:
+        if queries.are_gallery_items:
             return {"agreement@10": agreement}
         # Items at the same distance rank before the item to find, as in nobackfill.metrics.ranking.
-        place = (block <= block[rows, queries.rows][:, None]).sum(1)
+        place = (block <= block[rows, queries.gallery_rows][:, None]).sum(1)
         return {
             "R@1": (place <= 1).astype(np.float64),
             "R@10": (place <= 10).astype(np.float64),
@@ -131,20 +139,20 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
     return figures, truth
 
 
-def deciding_figure(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
+def deciding_figure(figures: Mapping[str, PerQuery], queries_are_items: bool) -> PerQuery:
     """Return the figure that decides a verdict, for each of q queries.
 
     Args:
         figures: Figures by name.
-        own: Whether the queries are items themselves.
+        queries_are_items: Whether the queries are items themselves.
 
     Returns:
-        [q]: agreement@10 if `own`, else MRR.
+        [q]: agreement@10 if `queries_are_items`, else MRR.
 
     Raises:
         KeyError: The figure is missing.
     """
-    return figures["agreement@10" if own else "MRR"]
+    return figures["agreement@10" if queries_are_items else "MRR"]
 
 
 # Queries that the curves are measured on, and random orders of the items that they are means of.
@@ -169,12 +177,12 @@ class LazyReembeddingCurves:
     """Figures while items become native at random.
 
     Attributes:
-        calibrated: Ranked by the scores of `nobackfill.serve`.
-        raw: Ranked by distance, migrated and native vectors in one index.
+        curves_by_score: Ranked by the scores of `nobackfill.serve`.
+        curves_by_distance: Ranked by distance, migrated and native vectors in one index.
     """
 
-    calibrated: Curves
-    raw: Curves
+    curves_by_score: Curves
+    curves_by_distance: Curves
 
 
 @dataclass(frozen=True)
@@ -182,16 +190,17 @@ class ScaleChoice:
     """The scale that scores of both origins are compared on.
 
     Attributes:
-        lines: Fitted to all queries.
+        odds_lines: Fitted to all queries.
         curves: Figures while items become native, each query by lines that were fitted without it.
-        native: Scores [q, g] of native items, each query by lines that were fitted without it.
-        halves: The lines for the first half of the queries, and for the others.
+        native_scores: Scores [q, g] of native items, each query by lines that were fitted without
+            it.
+        half_odds_lines: The lines for the first half of the queries, and for the others.
     """
 
-    lines: Lines
+    odds_lines: Lines
     curves: Curves
-    halves: tuple[Lines, Lines]
-    native: Block
+    half_odds_lines: tuple[Lines, Lines]
+    native_scores: Block
 
 
 @dataclass(frozen=True)
@@ -202,15 +211,15 @@ class MixedGallery:
     half-way than at either end (a valley). A common scale of relevance closes the valley.
 
     Attributes:
-        migrated: Nearness [q, g] of each item as a migrated one; larger is nearer.
-        native: Nearness [q, g] of each item as a native one.
-        truth: The true neighbours, bool [q, g].
+        migrated_nearness: Nearness [q, g] of each item as a migrated one; larger is nearer.
+        native_nearness: Nearness [q, g] of each item as a native one.
+        true_neighbours: The true neighbours, bool [q, g].
         queries: The q queries.
     """
 
-    migrated: Block
-    native: Block
-    truth: Mask
+    migrated_nearness: Block
+    native_nearness: Block
+    true_neighbours: Mask
     queries: Queries
 
     def choose_scale(self, halves: Mask) -> ScaleChoice:
@@ -238,7 +247,7 @@ class MixedGallery:
 
         def cost(scale: Scale) -> tuple[float, float]:
             depth = max(ends[name] - min(curve) for name, curve in curves[scale].items())
-            deciding = curves[scale]["agreement@10" if self.queries.own else "MRR"]
+            deciding = curves[scale]["agreement@10" if self.queries.are_gallery_items else "MRR"]
             return max(MOST_BELOW, depth), -float(np.mean(deciding))
 
         best = min(curves, key=cost)
@@ -246,7 +255,7 @@ class MixedGallery:
         every = np.ones(len(halves), bool)
         return ScaleChoice(self._lines(best, every), curves[best], lines[best], native)
 
-    def raw(self) -> Curves:
+    def curves_by_distance(self) -> Curves:
         """Measure the curves of the nearness as it is.
 
         At most 500 queries count, and each curve is the mean over three random orders of the items.
@@ -254,28 +263,30 @@ class MixedGallery:
         Returns:
             For each figure its mean at each of SHARES, 0 to 1.
         """
-        return self._curves(self.migrated[:MOST_HEALING], self.native[:MOST_HEALING])
+        return self._curves(
+            self.migrated_nearness[:MOST_HEALING], self.native_nearness[:MOST_HEALING]
+        )
 
     def _lines(self, scale: Scale, some: Mask) -> Lines:
         """Fit the lines of a scale to some of the queries, bool [q]."""
         if scale == "plain":
             return OddsLine(), OddsLine()
-        used = np.repeat(some[:, None], self.native.shape[1], 1)
-        matches = self.truth.copy()
+        used = np.repeat(some[:, None], self.native_nearness.shape[1], 1)
+        matches = self.true_neighbours.copy()
         rows = np.arange(len(some))
-        if self.queries.own:
-            used[rows, self.queries.rows] = False
+        if self.queries.are_gallery_items:
+            used[rows, self.queries.gallery_rows] = False
         else:
             matches[:] = False
-            matches[rows, self.queries.rows] = True
+            matches[rows, self.queries.gallery_rows] = True
         masks = matches & used, ~matches & used
 
         def line(*blocks: Block) -> OddsLine:
             hits, others = (np.stack([block[mask] for block in blocks], 1) for mask in masks)
             return fit_odds_line(hits, others)
 
-        shared = [self.migrated] if scale == "shared" else []
-        return line(self.migrated), line(self.native, *shared)
+        shared = [self.migrated_nearness] if scale == "shared" else []
+        return line(self.migrated_nearness), line(self.native_nearness, *shared)
 
     def _scores(self, lines: tuple[Lines, Lines], halves: Mask, some: slice) -> tuple[Block, Block]:
         """Score the items of some queries as migrated and as native ones.
@@ -285,18 +296,18 @@ class MixedGallery:
             halves: Bool [q].
             some: The queries to score.
         """
-        migrated, native = self.migrated[some].copy(), self.native[some].copy()
+        migrated, native = self.migrated_nearness[some].copy(), self.native_nearness[some].copy()
         for (of_migrated, of_native), half in zip(
             lines, (halves[some], ~halves[some]), strict=True
         ):
-            nearness = self.migrated[some][half]
+            nearness = self.migrated_nearness[some][half]
             migrated[half] = of_migrated(nearness, nearness)
             native[half] = of_native(native[half], nearness)
         return migrated, native
 
     def _curves(self, migrated: Block, native: Block) -> Curves:
         rows = np.arange(len(migrated))
-        figures, _ = measure_figures(-self.native[rows], self.queries.select(rows))
+        figures, _ = measure_figures(-self.native_nearness[rows], self.queries.select(rows))
         curves: dict[str, list[list[float]]] = {}
         for seed in range(ORDERS):
             order = np.random.default_rng(seed).random(native.shape[1])
@@ -356,10 +367,10 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
         order; the same object if there are no more.
     """
     most = max(1, min(MOST_QUERIES, MOST_DISTANCES // max(1, items)))
-    if len(queries.rows) <= most:
+    if len(queries.gallery_rows) <= most:
         return queries
     rng = np.random.default_rng(seed)
-    return queries.select(np.sort(rng.choice(len(queries.rows), most, replace=False)))
+    return queries.select(np.sort(rng.choice(len(queries.gallery_rows), most, replace=False)))
 
 
 def sample_item_queries(pairs: Pairs, seed: int = 0) -> Queries:
@@ -370,7 +381,7 @@ def sample_item_queries(pairs: Pairs, seed: int = 0) -> Queries:
         pairs; the same for the same seed.
     """
     rows = np.arange(len(pairs), dtype=np.int64)
-    queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)
+    queries = Queries(pairs.old, pairs.new, rows, are_gallery_items=True, metric=pairs.metric)
     return sample_queries(queries, len(pairs), seed)
 
 
@@ -379,21 +390,21 @@ class Judgement:
     """Figures of all ways.
 
     Attributes:
-        ways: Figures of "stay", "map", "both", "lazily" and "re-embed".
-        joining: The rank fusion of "both", without the map's digest.
-        halves: The rank fusion that judges the even queries, fitted to the odd ones; and that of
-            the odd queries.
-        healing: Figures while items become native.
+        figures_by_option: Figures of "stay", "map", "both", "lazily" and "re-embed".
+        rank_fusion: The rank fusion of "both", without the map's digest.
+        half_rank_fusions: The rank fusion that judges the even queries, fitted to the odd ones;
+            and that of the odd queries.
+        lazy_reembedding: Figures while items become native.
     """
 
-    ways: dict[str, Figures]
-    joining: FittedRankFusion
-    halves: tuple[FittedRankFusion, FittedRankFusion]
-    healing: LazyReembeddingCurves
+    figures_by_option: dict[str, Figures]
+    rank_fusion: FittedRankFusion
+    half_rank_fusions: tuple[FittedRankFusion, FittedRankFusion]
+    lazy_reembedding: LazyReembeddingCurves
 
 
 def judge_options(
-    gallery: JudgedGallery, queries: Queries, migrated: Block | None = None, seed: int = 0
+    gallery: JudgedGallery, queries: Queries, migrated_distances: Block | None = None, seed: int = 0
 ) -> Judgement:
     """Fit rank fusion and measure the figures of all ways.
 
@@ -406,52 +417,52 @@ def judge_options(
     Args:
         gallery: The g items.
         queries: The q queries.
-        migrated: Distances [q, g] of new queries to migrated items, by maps that were fitted
-            without both; None for those of the gallery's migrated vectors.
+        migrated_distances: Distances [q, g] of new queries to migrated items, by maps that were
+            fitted without both; None for those of the gallery's migrated vectors.
         seed: Seed of the random choice of anchor items.
 
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
-    stay, migrated, native = _blocks(gallery, queries, migrated)
+    stay, migrated_distances, native = _blocks(gallery, queries, migrated_distances)
     figures, truth = measure_figures(native, queries)
     anchors = anchor_rows(gallery, seed)
-    halves = np.arange(len(queries.rows)) % 2 == 0
+    halves = np.arange(len(queries.gallery_rows)) % 2 == 0
     near_old, near_new = (
         standardise_distances(stay, anchors),
-        standardise_distances(migrated, anchors),
+        standardise_distances(migrated_distances, anchors),
     )
     # Hubs for either half of the queries are measured by the other half.
     hubness = np.where(
         halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves))
     )
-    near_corrected = standardise_distances(migrated + hubness, anchors)
+    near_corrected = standardise_distances(migrated_distances + hubness, anchors)
 
     def fused(choice: FusionChoice) -> Block:
         weight, corrected = choice
         return fuse_nearness(weight, near_old, near_corrected if corrected else near_new)
 
-    candidates_alone = _candidate_filter(stay, migrated)
+    candidates_alone = _candidate_filter(stay, migrated_distances)
     # Hubs are measured by the queries of users; items that query their neighbours say nothing.
-    correctable = not queries.own and queries.metric == "cosine"
+    correctable = not queries.are_gallery_items and queries.metric == "cosine"
     choices = [
         (weight, corrected) for weight in FUSION_WEIGHTS for corrected in (False, correctable)
     ]
     scores = {one: figures(candidates_alone(-fused(one))) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
-    by_half = [_best(scores, queries.own, ~half) for half in (halves, ~halves)]
+    by_half = [_best(scores, queries.are_gallery_items, ~half) for half in (halves, ~halves)]
     for half, choice in zip((halves, ~halves), by_half, strict=True):
         both[half] = -fused(choice)[half]
     both = candidates_alone(both)
-    best = _best(scores, queries.own, np.ones(len(halves), bool))
+    best = _best(scores, queries.are_gallery_items, np.ones(len(halves), bool))
     mixed = MixedGallery(fused(best), standardise_distances(native, anchors), truth, queries)
     scale = mixed.choose_scale(halves)
-    raw = MixedGallery(-migrated, -native, truth, queries).raw()
+    raw = MixedGallery(-migrated_distances, -native, truth, queries).curves_by_distance()
     ways = {
         "stay": stay,
-        "map": migrated,
+        "map": migrated_distances,
         "both": both,
-        "lazily": _rerank_hits(both, -scale.native),
+        "lazily": _rerank_hits(both, -scale.native_scores),
         "re-embed": native,
     }
     old, mapped, new = (
@@ -469,9 +480,11 @@ def judge_options(
     by_way = {name: figures(block) for name, block in ways.items()}
     even, odd = (
         joining(choice, lines, crowd)
-        for choice, lines, crowd in zip(by_half, scale.halves, (~halves, halves), strict=True)
+        for choice, lines, crowd in zip(
+            by_half, scale.half_odds_lines, (~halves, halves), strict=True
+        )
     )
-    whole = joining(best, scale.lines, np.ones(len(halves), bool))
+    whole = joining(best, scale.odds_lines, np.ones(len(halves), bool))
     return Judgement(by_way, whole, (even, odd), LazyReembeddingCurves(scale.curves, raw))
 
 
@@ -500,8 +513,8 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 def judge_fusion(
     gallery: JudgedGallery,
     queries: Queries,
-    joining: FittedRankFusion,
-    migrated: Block | None = None,
+    rank_fusion: FittedRankFusion,
+    migrated_distances: Block | None = None,
 ) -> dict[str, Figures]:
     """Measure the figures of all options with a rank fusion that is fitted already.
 
@@ -510,8 +523,8 @@ def judge_fusion(
     Args:
         gallery: The g items.
         queries: The q queries.
-        joining: The rank fusion.
-        migrated: As in `judge_options`.
+        rank_fusion: The rank fusion.
+        migrated_distances: As in `judge_options`.
 
     Returns:
         Figures of "stay", "map", "both", "lazily" and "re-embed".
@@ -519,7 +532,7 @@ def judge_fusion(
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
-    ways = rank_by_option(gallery, queries, joining, migrated)
+    ways = rank_by_option(gallery, queries, rank_fusion, migrated_distances)
     figures, _ = measure_figures(ways["re-embed"], queries)
     return {name: figures(block) for name, block in ways.items()}
 
@@ -527,8 +540,8 @@ def judge_fusion(
 def rank_by_option(
     gallery: JudgedGallery,
     queries: Queries,
-    joining: FittedRankFusion,
-    migrated: Block | None = None,
+    rank_fusion: FittedRankFusion,
+    migrated_distances: Block | None = None,
     seed: int = 0,
 ) -> dict[str, Block]:
     """Compute the values by which each option ranks the gallery.
@@ -538,8 +551,8 @@ def rank_by_option(
     Args:
         gallery: The g items.
         queries: The q queries.
-        joining: The rank fusion.
-        migrated: As in `judge_options`.
+        rank_fusion: The rank fusion.
+        migrated_distances: As in `judge_options`.
         seed: Seed of the random choice of anchor items.
 
     Returns:
@@ -549,16 +562,24 @@ def rank_by_option(
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
-    stay, migrated, native = _blocks(gallery, queries, migrated)
+    stay, migrated_distances, native = _blocks(gallery, queries, migrated_distances)
     anchors = anchor_rows(gallery, seed)
     near_new = standardise_distances(
-        migrated + measure_hubs(gallery.migrated, joining.hub_queries)[None], anchors
+        migrated_distances + measure_hubs(gallery.migrated, rank_fusion.hub_queries)[None], anchors
     )
     near_old = standardise_distances(stay, anchors)
-    near = fuse_nearness(joining.new_weight, near_old, near_new)
-    both = _candidate_filter(stay, migrated)(-near)
-    lazily = _rerank_hits(both, -joining.native_line(standardise_distances(native, anchors), near))
-    return {"stay": stay, "map": migrated, "both": both, "lazily": lazily, "re-embed": native}
+    near = fuse_nearness(rank_fusion.new_weight, near_old, near_new)
+    both = _candidate_filter(stay, migrated_distances)(-near)
+    lazily = _rerank_hits(
+        both, -rank_fusion.native_line(standardise_distances(native, anchors), near)
+    )
+    return {
+        "stay": stay,
+        "map": migrated_distances,
+        "both": both,
+        "lazily": lazily,
+        "re-embed": native,
+    }
 
 
 def _blocks(
@@ -618,11 +639,11 @@ def _rerank_hits(both: Block, native: Block) -> Block:
     return ranking
 
 
-def figures_from_distances(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
+def figures_from_distances(migrated_distances: Block, pairs: Pairs, queries: Queries) -> Figures:
     """Measure the figures of one map from distances.
 
     Args:
-        migrated: Distances [q, n] of the new model's queries to the migrated items.
+        migrated_distances: Distances [q, n] of the new model's queries to the migrated items.
         pairs: The n items; their new vectors define the true neighbours.
         queries: The q queries.
 
@@ -634,7 +655,7 @@ def figures_from_distances(migrated: Block, pairs: Pairs, queries: Queries) -> F
     """
     return measure_figures(query_item_distances(queries.new, pairs.new, queries.metric), queries)[
         0
-    ](migrated)
+    ](migrated_distances)
 
 
 def figures_from_vectors(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:

@@ -49,7 +49,8 @@ Direction = Literal["old to new", "new to old"]
 
 @dataclass(frozen=True)
 class Map:
-    """A map from old vectors x [a] to new vectors [b]: weight x + bias, normalised with `unit`.
+    """A map from old vectors x [a] to new vectors [b]: weight x + bias, normalised with
+    `unit_norm`.
 
     Call it with an array of old vectors; a query adapter, with new queries.
 
@@ -59,19 +60,20 @@ class Map:
         kind: Name of the method that fitted it, such as "affine".
         weight: float32 [b, a].
         bias: float32 [b].
-        unit: Whether the output is divided by its norm.
+        unit_norm: Whether the output is divided by its norm.
         facts: Its origin, as texts: number of pairs, penalty, fingerprints of the two models.
-        layers: Layers of a network of x whose output is added before the normalisation: weight
-            float32 [out, in] and bias [out] each, with ReLU between layers. Empty for a linear map.
+        residual_layers: Layers of a network of x whose output is added before the normalisation:
+            weight float32 [out, in] and bias [out] each, with ReLU between layers. Empty for a
+            linear map.
         direction: Which vectors it reads, and which it returns.
     """
 
     kind: str
     weight: Vectors
     bias: Vectors
-    unit: bool
+    unit_norm: bool
     facts: dict[str, str] = field(default_factory=dict)
-    layers: tuple[tuple[Vectors, Vectors], ...] = ()
+    residual_layers: tuple[tuple[Vectors, Vectors], ...] = ()
     direction: Direction = "old to new"
 
     @property
@@ -97,14 +99,18 @@ class Map:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of weights, biases and `unit` as 64 hexadecimal digits.
+        """Return the SHA-256 of weights, biases and `unit_norm` as 64 hexadecimal digits.
 
         Stores mark migrated vectors with it. Kind and facts do not change it.
 
         The direction does not change it either. It is computed at each call.
         """
-        arrays = (self.weight, self.bias, *(part for layer in self.layers for part in layer))
-        parts = (str(self.unit).encode(), *(array.tobytes() for array in arrays))
+        arrays = (
+            self.weight,
+            self.bias,
+            *(part for layer in self.residual_layers for part in layer),
+        )
+        parts = (str(self.unit_norm).encode(), *(array.tobytes() for array in arrays))
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def __call__(self, vectors: Vectors) -> Vectors:
@@ -125,12 +131,12 @@ class Map:
         what = "old vectors" if self.direction == "old to new" else "queries by the new model"
         checked = check_vectors(vectors, self.dims[0], error_name=what)
         mapped = checked @ self.weight.T + self.bias
-        if self.layers:
+        if self.residual_layers:
             mapped = mapped + self._network(checked)
-        return normalise(mapped) if self.unit else mapped
+        return normalise(mapped) if self.unit_norm else mapped
 
     def _network(self, hidden: Vectors) -> Vectors:
-        for number, (weight, bias) in enumerate(self.layers):
+        for number, (weight, bias) in enumerate(self.residual_layers):
             hidden = (np.maximum(hidden, 0) if number else hidden) @ weight.T + bias
         return hidden
 
@@ -156,13 +162,18 @@ def save_map(path: Path, mapping: Map) -> None:
     Raises:
         CannotWriteError: The file cannot be written, or its folder does not exist.
     """
-    header = {"format": FORMAT, "kind": mapping.kind, "unit": mapping.unit, "facts": mapping.facts}
+    header = {
+        "format": FORMAT,
+        "kind": mapping.kind,
+        "unit": mapping.unit_norm,
+        "facts": mapping.facts,
+    }
     arrays = {"weight": mapping.weight, "bias": mapping.bias}
-    if mapping.layers:
-        header |= {"format": LAYERED, "layers": len(mapping.layers)}
+    if mapping.residual_layers:
+        header |= {"format": LAYERED, "layers": len(mapping.residual_layers)}
     if mapping.direction != "old to new":
         header |= {"format": ADAPTER_FORMAT, "direction": mapping.direction}
-    for number, (weight, bias) in enumerate(mapping.layers):
+    for number, (weight, bias) in enumerate(mapping.residual_layers):
         arrays |= {f"weight_{number}": weight, f"bias_{number}": bias}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
@@ -410,7 +421,7 @@ class AffineStrength:
 
 
 def fit_maps(
-    old: Vectors, new: Vectors, *, kinds: Collection[str] = MAP_KINDS, group: int = 1
+    old: Vectors, new: Vectors, *, kinds: Collection[str] = MAP_KINDS, rows_per_item: int = 1
 ) -> dict[str, Map]:
     """Fit maps of several kinds to pairs.
 
@@ -426,8 +437,8 @@ def fit_maps(
         old: Vectors by the old model, float32 [n, a].
         new: Vectors of the same items by the new model, float32 [n, b].
         kinds: Names of KINDS; none give no maps. A repeated one counts once.
-        group: Number of adjacent rows that belong to one item and are left out together. At least
-            1.
+        rows_per_item: Number of adjacent rows that belong to one item and are left out together.
+            At least 1.
 
     Returns:
         The maps by kind.
@@ -435,18 +446,23 @@ def fit_maps(
     Raises:
         InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows. A
             kind is not in KINDS.
-        ValueError: A vector holds NaN or infinity. The number of rows is no multiple of `group`,
-            and a kind other than "procrustes" is wanted.
+        ValueError: A vector holds NaN or infinity. The number of rows is no multiple of
+            `rows_per_item`, and a kind other than "procrustes" is wanted.
     """
-    if len(old) != len(new) or len(old) < 2 * group:
+    if len(old) != len(new) or len(old) < 2 * rows_per_item:
         raise InvalidInputError(
-            f"expected at least {2 * group} items with an old and a new vector to fit a map to, "
+            f"expected at least {2 * rows_per_item} items with an old and a new vector to fit a "
+            "map to, "
             f"got {len(old)} old and {len(new)} new vectors; embed more items by the new model"
         )
     blocks = split_into_blocks(old, new)
     solver = MapSolver(Moments.from_blocks(blocks()))
-    strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
-    return solver.maps(strength, is_unit(new), kinds)
+    strength = (
+        solver.choose_strength(blocks, rows_per_item=rows_per_item)
+        if needs_strength(kinds)
+        else None
+    )
+    return solver.solve_maps(strength, is_unit(new), kinds)
 
 
 def needs_strength(kinds: Collection[str]) -> bool:
@@ -467,7 +483,7 @@ class MapSolver:
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
 
-    def strength(self, blocks: Blocks, *, group: int = 1) -> AffineStrength:
+    def choose_strength(self, blocks: Blocks, *, rows_per_item: int = 1) -> AffineStrength:
         """Choose the parameters of the affine map by the leave-one-out error of ridge.
 
         The share of the rotation grows with the share of the new vectors' variance that ridge does
@@ -475,26 +491,26 @@ class MapSolver:
 
         Args:
             blocks: Each call yields the pairs whose moments these are, from the first one on.
-            group: As in `fit_maps`.
+            rows_per_item: As in `fit_maps`.
 
         Returns:
             The penalty is a multiple of the mean input variance; the share is 0 to 0.6.
 
         Raises:
             ValueError: The blocks hold NaN or infinity. There are fewer than 2 groups, or the
-                number of rows is no multiple of `group`.
+                number of rows is no multiple of `rows_per_item`.
             numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
         """
         found = ridge.fit_ridge(
-            blocks, group=group, moments=self._moments, sample=LEAVE_ONE_OUT_ROWS
+            blocks, group=rows_per_item, moments=self._moments, sample=LEAVE_ONE_OUT_ROWS
         )
         unexplained = found.loo_error / found.output_variance if found.output_variance > 0 else 0.0
         return AffineStrength(
             PENALTY_FACTOR * found.penalty, min(LARGEST_ROTATION_SHARE, unexplained)
         )
 
-    def maps(
-        self, strength: AffineStrength | None, unit: bool, kinds: Collection[str] = MAP_KINDS
+    def solve_maps(
+        self, strength: AffineStrength | None, unit_norm: bool, kinds: Collection[str] = MAP_KINDS
     ) -> dict[str, Map]:
         """Solve for the maps of some kinds.
 
@@ -503,7 +519,7 @@ class MapSolver:
         Args:
             strength: Parameters of the affine map; None only if all kinds are "procrustes";
                 AssertionError otherwise.
-            unit: Whether the maps normalise their output, as in Map.
+            unit_norm: Whether the maps normalise their output, as in Map.
             kinds: Names of KINDS.
 
         Returns:
@@ -523,7 +539,7 @@ class MapSolver:
         for kind in kinds:
             facts = {"pairs": str(moments.rows)}
             if kind == "procrustes":
-                weight = self._rotation(np.ones(min(moments.dims)), factor=not unit)
+                weight = self._rotation(np.ones(min(moments.dims)), factor=not unit_norm)
             else:
                 assert strength is not None and affine is not None
                 half = max(1, moments.dims[1] // 2)
@@ -533,7 +549,9 @@ class MapSolver:
                     "turned": f"{strength.rotation_share:.3g}",
                 }
             bias = moments.mean[1] - weight @ moments.mean[0]
-            maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
+            maps[kind] = Map(
+                kind, weight.astype(np.float32), bias.astype(np.float32), unit_norm, facts
+            )
         return maps
 
     def _affine(self, strength: AffineStrength) -> Doubles:
@@ -646,7 +664,7 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
     """
     layers: list[tuple[Vectors, Vectors]] = []
     size = affine.dims[0]
-    for weight, bias in trainer(old, new, replace(affine, unit=False)(old)):
+    for weight, bias in trainer(old, new, replace(affine, unit_norm=False)(old)):
         if np.ndim(weight) != 2 or np.shape(weight)[1] != size:
             raise InvalidInputError(
                 f"--also: expected a layer that reads {size} numbers, got weights of shape "
@@ -663,4 +681,4 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
             f"--also: expected a last layer with {affine.dims[1]} outputs, the dimension of the "
             f"new model, got {size if layers else 'no layer'}"
         )
-    return replace(affine, kind=RESIDUAL_KIND, layers=tuple(layers))
+    return replace(affine, kind=RESIDUAL_KIND, residual_layers=tuple(layers))

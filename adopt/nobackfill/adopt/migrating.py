@@ -13,21 +13,21 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nobackfill import durable
 from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.embedding.embedder import Embedder, open_embedder
 from nobackfill.adopt.embedding.native_vectors import (
-    contents_name,
     native_vector_digest,
-    open_contents,
     open_native_vectors,
+    open_originals,
+    originals_name,
 )
 from nobackfill.adopt.embedding.vector_folder import (
     EmbeddingRun,
@@ -76,64 +76,67 @@ SAMPLE = 2000
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """The request of a migration, and its state, as `migration.json` has them.
+    """The request of a migration, and its state. The aliases are the keys of `migration.json`.
 
     Attributes:
-        source: Address of the table.
-        new: The new model, as `embed --with` takes it.
-        key: Column of unique keys; None for the primary key.
-        vector: Column of the old vectors; None for the only one.
-        column: Column of the texts; None where `items` says where the originals are.
-        items: Folder of images or FILE.jsonl with the ids of the table.
-        items_gone: The originals are gone, but for the sample.
-        old: The old model; needed for queries alone.
-        queries: FILE.jsonl of queries; `id` is the item to find.
-        new_name: The new model's name at an endpoint.
-        old_name: The old model's name at an endpoint.
-        count: Items of the sample; None in a request that leaves it as it is (2,000 at first).
-        to: Name of the new column until the flip.
-        price: Money per 1,000 items that the new model embeds; None where it is free, and in a
-            request that leaves it as it is.
-        natives: The file of `Dual` with native vectors and with the items that searches wanted;
-            None for `natives.db` in the working folder.
-        where: Condition of the rows in SQL; None for all. Then `to` is a table of their own.
+        source_address: Address of the table.
+        new_model: The new model, as `embed --with` takes it.
+        key_column: Column of unique keys; None for the primary key.
+        vector_column: Column of the old vectors; None for the only one.
+        text_column: Column of the texts; None where `items_path` says where the originals are.
+        items_path: Folder of images or FILE.jsonl with the ids of the table.
+        originals_gone: The originals are gone, but for the sample.
+        old_model: The old model; needed for queries alone.
+        queries_file: FILE.jsonl of queries; `id` is the item to find.
+        new_model_name: The new model's name at an endpoint.
+        old_model_name: The old model's name at an endpoint.
+        sample_size: Items of the sample; None in a request that leaves it as it is (2,000 at
+            first).
+        new_column: Name of the new column until the flip.
+        price_per_1000: Money per 1,000 items that the new model embeds; None where it is free, and
+            in a request that leaves it as it is.
+        natives_file: The file of `Dual` with native vectors and with the items that searches
+            wanted; None for `natives.db` in the working folder.
+        row_condition: Condition of the rows in SQL; None for all. Then `new_column` is a table of
+            their own.
         state: The last step that was completed.
-        way: The verdict; empty before it.
-        mark: Digest of the new vectors in the store; empty before they are written.
-        flip_before: Digest of the vectors that the table had at the verdict, if a flip put them
-            there; empty if none did, None if an earlier version did not record it.
-        old_gone: The old model is gone.
+        verdict: The verdict; empty before it.
+        computer_digest: Digest of the new vectors in the store; empty before they are written.
+        earlier_flip_digest: Digest of the vectors that the table had at the verdict, if a flip put
+            them there; empty if none did, None if an earlier version did not record it.
+        old_model_gone: The old model is gone.
     """
 
-    source: str
-    new: str
-    key: str | None = None
-    vector: str | None = None
-    column: str | None = None
-    items: str | None = None
-    items_gone: bool = False
-    old: str | None = None
-    queries: str | None = None
-    new_name: str | None = None
-    old_name: str | None = None
-    count: int | None = None
-    to: str = ""
-    price: float | None = None
-    natives: str | None = None
-    where: str | None = None
+    source_address: Annotated[str, Field(alias="source")]
+    new_model: Annotated[str, Field(alias="new")]
+    key_column: Annotated[str | None, Field(alias="key")] = None
+    vector_column: Annotated[str | None, Field(alias="vector")] = None
+    text_column: Annotated[str | None, Field(alias="column")] = None
+    items_path: Annotated[str | None, Field(alias="items")] = None
+    originals_gone: Annotated[bool, Field(alias="items_gone")] = False
+    old_model: Annotated[str | None, Field(alias="old")] = None
+    queries_file: Annotated[str | None, Field(alias="queries")] = None
+    new_model_name: Annotated[str | None, Field(alias="new_name")] = None
+    old_model_name: Annotated[str | None, Field(alias="old_name")] = None
+    sample_size: Annotated[int | None, Field(alias="count")] = None
+    new_column: Annotated[str, Field(alias="to")] = ""
+    price_per_1000: Annotated[float | None, Field(alias="price")] = None
+    natives_file: Annotated[str | None, Field(alias="natives")] = None
+    row_condition: Annotated[str | None, Field(alias="where")] = None
     state: State = "deciding"
-    way: str = ""
-    mark: str = ""
-    flip_before: str | None = None
-    old_gone: bool = False
+    verdict: Annotated[str, Field(alias="way")] = ""
+    computer_digest: Annotated[str, Field(alias="mark")] = ""
+    earlier_flip_digest: Annotated[str | None, Field(alias="flip_before")] = None
+    old_model_gone: Annotated[bool, Field(alias="old_gone")] = False
 
 
 _PLAN = TypeAdapter(MigrationPlan)
 # Parts of a request that a later run must repeat, with their options.
 _FIXED = {
-    "source": "SOURCE", "new": "--new", "key": "--key", "column": "--column", "items": "--items",
-    "items_gone": "--items-gone", "old_gone": "--old-gone", "old": "--old",
-    "queries": "--queries", "new_name": "--new-name", "old_name": "--old-name", "where": "--where",
+    "source_address": "SOURCE", "new_model": "--new", "key_column": "--key",
+    "text_column": "--column", "items_path": "--items", "originals_gone": "--items-gone",
+    "old_model_gone": "--old-gone", "old_model": "--old", "queries_file": "--queries",
+    "new_model_name": "--new-name", "old_model_name": "--old-name", "row_condition": "--where",
 }  # fmt: skip
 
 
@@ -160,13 +163,13 @@ class MigrationProgress:
 
     Attributes:
         plan: The plan, with the state that the table shows.
-        rows: Rows with a new vector; 0 in states in which no vectors are written.
-        total: Rows that will have one; 0 in states in which no vectors are written.
+        migrated_rows: Rows with a new vector; 0 in states in which no vectors are written.
+        total_rows: Rows that will have one; 0 in states in which no vectors are written.
     """
 
     plan: MigrationPlan
-    rows: int
-    total: int
+    migrated_rows: int
+    total_rows: int
 
 
 class Migration:
@@ -208,7 +211,7 @@ class Migration:
                 "file from a copy"
             ) from error
 
-    def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
+    def decide(self, request: MigrationPlan, print_line: Callable[[str], None]) -> list[str]:
         """Embed a sample by the new model, and compare the options.
 
         It creates the folder, saves the plan, and removes an earlier request to pause. If the
@@ -221,7 +224,8 @@ class Migration:
 
         Args:
             request: The request of the command line.
-            tell: Called with a line before each step that takes time, and with lines of progress.
+            print_line: Called with a line before each step that takes time, and with lines of
+                progress.
 
         Returns:
             The verdict, line by line. The plan is then "decided", or "writing" as before.
@@ -249,10 +253,10 @@ class Migration:
                 sample.
             OSError: A file of a model cannot be read.
             Exception: Any other error of the code of a model `module:function`, when it is
-                imported, and of `tell`.
+                imported, and of `print_line`.
         """
-        _refuse_password(request.source)
-        if (request.column is None) == (request.items is None):
+        _refuse_password(request.source_address)
+        if (request.text_column is None) == (request.items_path is None):
             raise InvalidInputError(
                 "expected either --column NAME or --items PATH, got both or neither: they name the "
                 "texts or images that the new model embeds"
@@ -265,13 +269,20 @@ class Migration:
             request = _complete(request, former)
             if former is not None and self._verdict.is_file():
                 writing = former.state == "writing"
-                if writing or (former.state == "decided" and former.count == request.count):
-                    if former.count != request.count:
-                        tell(
-                            f"-n {request.count} is ignored: vectors are being written by the "
-                            f"verdict of {former.count} items; `nobackfill migrate back` undoes it"
+                if writing or (
+                    former.state == "decided" and former.sample_size == request.sample_size
+                ):
+                    if former.sample_size != request.sample_size:
+                        print_line(
+                            f"-n {request.sample_size} is ignored: vectors are being written by "
+                            f"the verdict of {former.sample_size} items; `nobackfill migrate back` "
+                            "undoes it"
                         )
-                    plan = replace(former, price=request.price, natives=request.natives)
+                    plan = replace(
+                        former,
+                        price_per_1000=request.price_per_1000,
+                        natives_file=request.natives_file,
+                    )
                     self._save(plan)
                     lines = self._verdict.read_text("utf-8").splitlines()
                     return lines + self._cost(plan, self._source(plan))
@@ -280,12 +291,12 @@ class Migration:
             name = source.flip_name
             plan = replace(
                 request,
-                vector=source.vector,
-                to=f"{name}_new",
+                vector_column=source.vector,
+                new_column=f"{name}_new",
                 state="deciding",
-                flip_before=source.flip_mark() or "",
+                earlier_flip_digest=source.flip_mark() or "",
             )
-            if len((plan.to + _MAPPED).encode()) > LONGEST_NAME_BYTES:
+            if len((plan.new_column + _MAPPED).encode()) > LONGEST_NAME_BYTES:
                 raise InvalidInputError(
                     f"{name}: expected a name of at most "
                     f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, as those of the new "
@@ -293,15 +304,15 @@ class Migration:
                     "fit`, then `nobackfill carry --to NAME`"
                 )
             if isinstance(source, FlippingSource):
-                if obstacles := source.obstacles(Target(plan.to, 1, "")):
+                if obstacles := source.obstacles(Target(plan.new_column, 1, "")):
                     raise InvalidInputError(
                         f"{name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
                     )
-                source.refuse_other(plan.to)
-            if former is not None and former.count != plan.count:
+                source.refuse_other(plan.new_column)
+            if former is not None and former.sample_size != plan.sample_size:
                 (self._sample).unlink(missing_ok=True)
             self._save(plan)
-            plan, lines = self._judge(plan, inputs, tell)
+            plan, lines = self._judge(plan, inputs, print_line)
             durable.write_file(self._verdict, "\n".join(lines).encode(), 0o600)
             self._save(plan)
             return lines + self._cost(plan, source)
@@ -316,21 +327,21 @@ class Migration:
                 or it takes none of the first 1,000 queries.
         """
         source = self._source(request)
-        open_contents(source, request.column, request.items)
-        new = open_embedder(request.new, name=request.new_name)
+        open_originals(source, request.text_column, request.items_path)
+        new = open_embedder(request.new_model, name=request.new_model_name)
         self._refuse_repetition(request, source, new)
-        if request.queries is None or request.old is None:
+        if request.queries_file is None or request.old_model is None:
             return _Inputs(source, new, None, None)
-        old = open_embedder(request.old, name=request.old_name, queries=True)
-        queries = read_items(request.queries, column="text")
+        old = open_embedder(request.old_model, name=request.old_model_name, queries=True)
+        queries = read_items(request.queries_file, column="text")
         facts = source.facts()
         # The first query that the model takes; others are left out, as in the verdict.
         batches = EmbeddingRun(queries, old, 1, None).embed(range(len(queries.ids)))
         dim = next((vectors.shape[1] for _, vectors in batches), None)
         if None not in (facts.dim, dim) and facts.dim != dim:
             raise InvalidInputError(
-                f"the model of --old, {request.old}, computes vectors of {dim} dimensions, but "
-                f"{facts.name} has {facts.dim}; name the model that computed the stored vectors"
+                f"the model of --old, {request.old_model}, computes vectors of {dim} dimensions, "
+                f"but {facts.name} has {facts.dim}; name the model that computed the stored vectors"
             )
         return _Inputs(source, new, old, queries)
 
@@ -378,7 +389,9 @@ class Migration:
         self, plan: MigrationPlan, source: Reversible, embedder: Embedder
     ) -> None:
         """Raise AlreadyExistsError where a flip put the new model's vectors into the table."""
-        mark = native_vector_digest(embedder.fingerprint, contents_name(plan.column, plan.items))
+        mark = native_vector_digest(
+            embedder.fingerprint, originals_name(plan.text_column, plan.items_path)
+        )
         state = source.flip_state(mark)
         if state not in ("flipped", "finished"):
             return
@@ -389,27 +402,27 @@ class Migration:
             else "nothing is left to do"
         )
         raise AlreadyExistsError(
-            f"{source.facts().name}: already holds the vectors of {plan.new}; {ending}"
+            f"{source.facts().name}: already holds the vectors of {plan.new_model}; {ending}"
         )
 
     def _cost(self, plan: MigrationPlan, source: Reversible) -> list[str]:
         """Write a sentence on the money that re-embedding costs; none without a price."""
-        if plan.price is None or plan.way not in _REEMBEDDED:
+        if plan.price_per_1000 is None or plan.verdict not in _REEMBEDDED:
             return []
         done = len(read_ids(self._sample))
         if plan.state == "writing":
-            done = max(done, source.count_vectors(plan.to))
+            done = max(done, source.count_vectors(plan.new_column))
         rows = max(0, source.count() - done)
-        money = plan.price * rows / 1000
+        money = plan.price_per_1000 * rows / 1000
         return [f"re-embedding the rest costs about {money:.2f} at the price given"]
 
-    def write(self, tell: Callable[[str], None]) -> CarryResult:
+    def write(self, print_line: Callable[[str], None]) -> CarryResult:
         """Execute the verdict, and flip. No other migration of the table runs meanwhile, in
         whatever working folder it is. After an error or a kill, the written vectors stay, and a
-        second call continues. Call it after `decide`. After `back` it begins anew.
+        second call continues. Call it after `decide`. After `undo` it begins anew.
 
         Args:
-            tell: Called with a line of progress about once a second.
+            print_line: Called with a line of progress about once a second.
 
         Returns:
             The numbers of vectors. The plan is then "flipped", or "untouched" for the verdicts
@@ -438,20 +451,20 @@ class Migration:
             IncompatibleSpaceError: The new model has changed since the verdict.
             OSError: A file of the new model cannot be read.
             Exception: Any other error of the code of a model `module:function`, when it is
-                imported, and of `tell`.
+                imported, and of `print_line`.
         """
         with self._alone() as (plan, source, check_lock):
-            if not plan.way:
+            if not plan.verdict:
                 raise PreconditionError(
                     f"{self._folder}: expected a migration with a verdict, found one in the state "
                     f"{plan.state!r}; nothing was written. Run `nobackfill migrate` again to "
                     "complete it"
                 )
             self._check_same_vectors(plan, source)
-            if plan.way in ("stay", ADAPTER_OPTION, "switch"):
-                if plan.way == "switch":
-                    model = open_embedder(plan.new, name=plan.new_name).fingerprint
-                    source.name_model(model)
+            if plan.verdict in ("stay", ADAPTER_OPTION, "switch"):
+                if plan.verdict == "switch":
+                    model = open_embedder(plan.new_model, name=plan.new_model_name).fingerprint
+                    source.record_model(model)
                 self._save(replace(plan, state="untouched"))
                 return CarryResult(0, 0, [])
 
@@ -460,9 +473,9 @@ class Migration:
                 check_lock()
 
             check()
-            self._counter = _Counter(tell, check)
+            self._counter = _Counter(print_line, check)
             done = self._map_only(plan, source) if self._maps(plan) else self._reembed(plan, source)
-            if plan.way == "both" and plan.items_gone:
+            if plan.verdict == "both" and plan.originals_gone:
                 self._save(replace(self.plan(), state="mapped"))
                 return done
             self._save(replace(self.plan(), state="flipped"))
@@ -474,9 +487,14 @@ class Migration:
         Its map would read vectors of another model.
         """
         mark = source.flip_mark() or ""
-        # An earlier version recorded no digest. Only a run that was killed wrote `plan.mark`.
-        own_flip = plan.state == "writing" and mark == plan.mark
-        if plan.flip_before is not None and mark != plan.flip_before and not own_flip:
+        # An earlier version recorded no digest. Only a run that was killed wrote
+        # `plan.computer_digest`.
+        own_flip = plan.state == "writing" and mark == plan.computer_digest
+        if (
+            plan.earlier_flip_digest is not None
+            and mark != plan.earlier_flip_digest
+            and not own_flip
+        ):
             raise PreconditionError(
                 f"{source.facts().name}: another migration has flipped it since this verdict; "
                 f"nothing was written. Remove the folder {self._folder}, and start again"
@@ -485,13 +503,17 @@ class Migration:
     def _map_only(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
         """Write mapped vectors and flip to them; the flip is left out where both models answer."""
         mapping = load_map(self._map)
-        flip = plan.way == "map"
+        flip = plan.verdict == "map"
         target = Target(
-            plan.to, mapping.dims[1], mapping.digest, mapping.facts.get(NEW_MODEL), reversible=flip
+            plan.new_column,
+            mapping.dims[1],
+            mapping.digest,
+            mapping.facts.get(NEW_MODEL),
+            must_be_reversible=flip,
         )
         if self._has_flipped(plan, source, target):
             return CarryResult(0, source.count(), [])
-        self._begin("mapped", source, plan.to, flip=flip)
+        self._begin("mapped", source, plan.new_column, flip=flip)
         done = carry(source, target, mapping, progress=self._counter, flip=flip)
         if not flip:
             _build_indexes(source, target)
@@ -503,19 +525,19 @@ class Migration:
         For "both" and "lazily", searches use mapped vectors until then, and the items that they
         want come first.
         """
-        searched = plan.way in ("both", "lazily")
-        natives = Path(plan.natives) if plan.natives else self._folder / "natives.db"
+        searched = plan.verdict in ("both", "lazily")
+        natives = Path(plan.natives_file) if plan.natives_file else self._folder / "natives.db"
         maker = open_native_vectors(
             source,
-            open_contents(source, plan.column, plan.items),
-            model=plan.new,
-            model_name=plan.new_name,
+            open_originals(source, plan.text_column, plan.items_path),
+            model=plan.new_model,
+            model_name=plan.new_model_name,
             folder=self._new,
             natives=natives if searched else None,
             pause=self._counter.check,
         )
-        target = maker.target(plan.to, reversible=True)
-        mapped = plan.to + _MAPPED
+        target = maker.target(plan.new_column, reversible=True)
+        mapped = plan.new_column + _MAPPED
         if self._has_flipped(plan, source, target):
             source.drop_new_vectors(mapped)
             return CarryResult(0, source.count(), [])
@@ -530,7 +552,7 @@ class Migration:
                 f"Dual.open(source, Path({str(self._map)!r}), Path({str(self._joining)!r}), "
                 f"Path({str(natives)!r}), new_model, carried={mapped!r}, items=ITEMS)"
             )
-        self._begin("re-embedded", source, plan.to, flip=True)
+        self._begin("re-embedded", source, plan.new_column, flip=True)
         done = carry(source, target, maker, progress=self._counter, flip=True)
         self._source(plan).drop_new_vectors(mapped)
         return done
@@ -541,8 +563,8 @@ class Migration:
         Returns:
             Whether an earlier run flipped to them and was killed before it saved this.
         """
-        self._save(replace(plan, state="writing", mark=target.mark))
-        return source.flip_state(target.mark) in ("flipped", "finished")
+        self._save(replace(plan, state="writing", computer_digest=target.computer_digest))
+        return source.flip_state(target.computer_digest) in ("flipped", "finished")
 
     def _begin(self, verb: str, source: Reversible, column: str, *, flip: bool) -> None:
         """Begin the progress of a column, with the rows that an earlier run has written."""
@@ -551,12 +573,16 @@ class Migration:
 
     @staticmethod
     def _maps(plan: MigrationPlan) -> bool:
-        return plan.way == "map" or (plan.way == "both" and plan.items_gone)
+        return plan.verdict == "map" or (plan.verdict == "both" and plan.originals_gone)
 
     @staticmethod
     def _source(plan: MigrationPlan) -> Reversible:
         source = open_item_vectors(
-            plan.source, plan.source, key=plan.key, vector=plan.vector, where=plan.where
+            plan.source_address,
+            plan.source_address,
+            key=plan.key_column,
+            vector=plan.vector_column,
+            where=plan.row_condition,
         )
         if not isinstance(source, Reversible):
             raise InvalidInputError(
@@ -594,7 +620,7 @@ class Migration:
         plan = replace(plan, state=self._state(plan, source))
         if plan.state not in ("writing", "decided"):
             return MigrationProgress(plan, 0, 0)
-        return MigrationProgress(plan, source.count_vectors(plan.to), source.count())
+        return MigrationProgress(plan, source.count_vectors(plan.new_column), source.count())
 
     def vector_names(self) -> tuple[str, str]:
         """Return the names of the new and of the old vectors after a flip.
@@ -610,8 +636,12 @@ class Migration:
             BusyError: Others hold the store, or its server has too many requests.
         """
         plan = self.plan()
-        name = plan.to.removesuffix("_new")
-        return (name, old_name_after_flip(name)) if self._source(plan).renames else (plan.to, name)
+        name = plan.new_column.removesuffix("_new")
+        return (
+            (name, old_name_after_flip(name))
+            if self._source(plan).flip_renames
+            else (plan.new_column, name)
+        )
 
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.
@@ -638,7 +668,7 @@ class Migration:
             "`nobackfill migrate status` shows its state"
         )
 
-    def back(self, *, lose: bool = False) -> int | None:
+    def undo(self, *, allow_loss: bool = False) -> int | None:
         """Undo the migration.
 
         Before the flip, remove the new vectors. After it, give the old vectors their name back, and
@@ -646,7 +676,7 @@ class Migration:
         is then "taken back". A second call removes nothing more and returns None.
 
         Args:
-            lose: Whether rows may lose their only vector, which was written since the flip.
+            allow_loss: Whether rows may lose their only vector, which was written since the flip.
 
         Returns:
             The number of rows that lost their only vector; None if nothing was left to undo.
@@ -656,8 +686,8 @@ class Migration:
                 do not exist.
             PreconditionError: The migration is finished. The table's comment does not name a flip
                 that was saved, or an alias leads elsewhere.
-            InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
-                vectors may be stale. Another object depends on the new vectors. The map of the
+            InvalidInputError: Rows would lose their only vector and `allow_loss` is False, or the
+                old vectors may be stale. Another object depends on the new vectors. The map of the
                 folder cannot be read.
             NotPermittedError: Row-level security may hide rows from this role.
             BusyError: Another process works in this folder or writes to the table by another one,
@@ -676,8 +706,8 @@ class Migration:
                     "it cannot be undone. To return to the old model, migrate to it"
                 )
             flipped = state == "flipped"
-            lost = source.flip_back(plan.to, lose=lose) if flipped else 0
-            removed = self._remove(plan, source, plan.to, plan.to + _MAPPED)
+            lost = source.flip_back(plan.new_column, allow_loss=allow_loss) if flipped else 0
+            removed = self._remove(plan, source, plan.new_column, plan.new_column + _MAPPED)
             self._save(replace(plan, state="taken back"))
             return lost if flipped or removed else None
 
@@ -710,7 +740,7 @@ class Migration:
                     f"{self._folder}: expected a flipped migration, found one in the state "
                     f"{state!r}; nothing was dropped. Run `nobackfill migrate` again to complete it"
                 )
-            self._remove(plan, source, plan.to + _MAPPED)
+            self._remove(plan, source, plan.new_column + _MAPPED)
             if state == "flipped":
                 source.drop_old()
             self._save(replace(plan, state="finished"))
@@ -724,28 +754,28 @@ class Migration:
         """
         if plan.state not in ("writing", "flipped"):
             return plan.state
-        state = source.flip_state(plan.mark)
+        state = source.flip_state(plan.computer_digest)
         if state in ("flipped", "finished"):
             return state
         if state == "old" and isinstance(source, FlippingSource):
-            source.refuse_moved(plan.to)
+            source.refuse_moved(plan.new_column)
         if plan.state == "writing":
             return "writing"
         if state == "old":
             return "taken back"
         name, kind = source.facts().name, "COLUMN"
-        if not plan.source.startswith(POSTGRESQL_SCHEMES):
+        if not plan.source_address.startswith(POSTGRESQL_SCHEMES):
             raise PreconditionError(
                 f"{name}: the vectors that answer searches now are not those of this migration, so "
                 "nothing was changed. Run `nobackfill migrate finish` or `nobackfill migrate back` "
                 "with the --work of the migration that wrote them, then run this command again"
             )
-        if plan.where is not None:
-            name, kind = plan.to.partition(":")[2], "TABLE"
+        if plan.row_condition is not None:
+            name, kind = plan.new_column.partition(":")[2], "TABLE"
         raise PreconditionError(
             f"{name}: its comment does not name this migration any more, so nothing was changed. "
             f"If this migration wrote its vectors, write the comment again: COMMENT ON {kind} "
-            f"{name} IS {json.dumps({'carried': plan.mark})!r}"
+            f"{name} IS {json.dumps({'carried': plan.computer_digest})!r}"
         )
 
     def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> bool:
@@ -754,7 +784,7 @@ class Migration:
         Returns:
             Whether one was removed.
         """
-        ours = {plan.mark} if plan.mark else set[str]()
+        ours = {plan.computer_digest} if plan.computer_digest else set[str]()
         if ours and self._map.is_file():
             ours.add(load_map(self._map).digest)
         removed = [
@@ -781,33 +811,33 @@ class Migration:
             if not total:
                 raise InvalidInputError(
                     f"{inputs.source.facts().name}: expected rows with a vector in "
-                    f"{plan.vector!r}, found none, so there is nothing to migrate; embed the items "
-                    "with the new model instead"
+                    f"{plan.vector_column!r}, found none, so there is nothing to migrate; embed "
+                    "the items with the new model instead"
                 )
-            count = plan.count or SAMPLE
+            count = plan.sample_size or SAMPLE
             tell(f"sampling {min(count, total)} of {total} items")
             # `fit` judges by queries whose item is in the sample.
             wanted = [] if queries is None else queries.ids
             sampling = sample_source(inputs.source, count, wanted)
-            _check_queries(plan, wanted, sampling.query_items, tell)
+            _check_queries(plan, wanted, sampling.query_item_ids, tell)
             # A line of the sample's file cannot hold them; their vectors are written all the same.
             chosen = [item for item in sampling.ids if not has_line_break(item)]
             if left_out := len(sampling.ids) - len(chosen):
                 tell(f"{left_out} items whose id has a line break are left out of the sample")
-            text = encode_ids(chosen, plan.source)
+            text = encode_ids(chosen, plan.source_address)
             durable.write_file(self._sample, text.encode(), 0o600)
         counter = _Counter(tell, self._check_pause)
         only = read_ids(self._sample)
-        key, condition = (None, None) if plan.items else (plan.key, plan.where)
+        key, condition = (None, None) if plan.items_path else (plan.key_column, plan.row_condition)
         items = read_items(
-            plan.items or plan.source,
-            column=plan.column or "text",
+            plan.items_path or plan.source_address,
+            column=plan.text_column or "text",
             key=key,
-            vector=plan.vector,
+            vector=plan.vector_column,
             where=condition,
             only=only,
         )
-        tell(f"embedding {len(items.ids)} items by {plan.new}")
+        tell(f"embedding {len(items.ids)} items by {plan.new_model}")
         counter.begin("embedded", len(items.ids), unit="items")
         embed_into(self._new, items, inputs.new, progress=counter)
         by_old = by_new = None
@@ -815,28 +845,30 @@ class Migration:
             tell("embedding the queries by both models")
             by_old, by_new = (str(self._folder / f"queries-{side}") for side in ("old", "new"))
             # Some models encode queries in another way than items.
-            new = open_embedder(plan.new, name=plan.new_name, queries=True)
+            new = open_embedder(plan.new_model, name=plan.new_model_name, queries=True)
             for folder, encoder in ((by_old, inputs.old), (by_new, new)):
                 counter.begin("embedded", len(queries.ids), unit="queries")
                 embed_into(Path(folder), queries, encoder, progress=counter)
         self._check_pause()
         tell(f"comparing the options on {len(only)} items; nothing is written yet")
-        files = FitFiles(self._map, None, self._joining, self._page, adapter=self.adapter)
+        files = FitFiles(
+            self._map, None, self._joining, self._page, query_adapter_file=self.adapter
+        )
         verdict = fit_and_judge(
-            plan.source,
+            plan.source_address,
             str(self._new),
             files,
             by_old,
             by_new,
-            not plan.items_gone,
-            old_model_available=not plan.old_gone,
-            key=plan.key,
-            vector=plan.vector,
-            where=plan.where,
+            not plan.originals_gone,
+            old_model_available=not plan.old_model_gone,
+            key=plan.key_column,
+            vector=plan.vector_column,
+            where=plan.row_condition,
         )
-        own_steps = set(map(str, verdict.answer.get("steps") or []))  # type: ignore[call-overload]
-        lines = [line for line in verdict.lines if line not in own_steps]
-        return replace(plan, state="decided", way=str(verdict.answer["way"])), lines
+        own_steps = set(map(str, verdict.json_answer.get("steps") or []))  # type: ignore[call-overload]
+        lines = [line for line in verdict.terminal_lines if line not in own_steps]
+        return replace(plan, state="decided", verdict=str(verdict.json_answer["way"])), lines
 
     def _check_pause(self) -> None:
         if self._pausing.exists():
@@ -870,7 +902,8 @@ class Migration:
             yield
 
     def _save(self, plan: MigrationPlan) -> None:
-        durable.write_file(self._file, json.dumps(asdict(plan), indent=1).encode(), 0o600)
+        content = json.dumps(_PLAN.dump_python(plan, by_alias=True), indent=1)
+        durable.write_file(self._file, content.encode(), 0o600)
 
     @property
     def adapter(self) -> Path:
@@ -962,11 +995,11 @@ def _describe_option(value: str | bool | None) -> str:
 
 def _complete(request: MigrationPlan, former: MigrationPlan | None) -> MigrationPlan:
     """Fill the parts that a request leaves as they are in the plan of an earlier run."""
-    count, price, natives = request.count, request.price, request.natives
+    count, price, natives = request.sample_size, request.price_per_1000, request.natives_file
     if former is not None:
-        count, natives = count or former.count, natives or former.natives
-        price = former.price if price is None else price
-    return replace(request, count=count or SAMPLE, price=price, natives=natives)
+        count, natives = count or former.sample_size, natives or former.natives_file
+        price = former.price_per_1000 if price is None else price
+    return replace(request, sample_size=count or SAMPLE, price_per_1000=price, natives_file=natives)
 
 
 def _check_queries(
@@ -983,14 +1016,14 @@ def _check_queries(
     Raises:
         InvalidInputError: Fewer than 20 queries have one.
     """
-    if plan.queries is None:
+    if plan.queries_file is None:
         return
     unknown = [name for name in ids if name not in keys]
     if len(ids) - len(unknown) < LEAST_QUERIES:
         found = f"found {len(ids) - len(unknown)} of {len(ids)}"
         raise InvalidInputError(
-            f"{plan.queries}: expected at least {LEAST_QUERIES} queries whose `id` is a key of a "
-            f"row with a vector, {found}; add queries, or leave out --queries and --old"
+            f"{plan.queries_file}: expected at least {LEAST_QUERIES} queries whose `id` is a key "
+            f"of a row with a vector, {found}; add queries, or leave out --queries and --old"
         )
     if unknown:
         tell(

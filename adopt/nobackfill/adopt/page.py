@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 from nobackfill.adopt.judgement import SHARES
-from nobackfill.adopt.verdict import CurvePoint, Verdict, Way, gain_of_doubling_pairs
+from nobackfill.adopt.verdict import CurvePoint, Verdict, VerdictOption, gain_of_doubling_pairs
 from nobackfill.extras import require_extra
 
 _COLOUR = "#0072b2"
@@ -43,7 +43,7 @@ def render_verdict(verdict: Verdict) -> str:
     )
 
 
-def format_figure_percent(way: Way, figure: str) -> str:
+def format_figure_percent(way: VerdictOption, figure: str) -> str:
     """Format a figure of an option in percent: '97.4%', and '~97.4%' for an estimate.
 
     One decimal. Figures are shares from 0 to 1.
@@ -97,8 +97,8 @@ def _re_embedding_chart(verdict: Verdict) -> str:
     axes = figure.add_subplot()
     healing, name = verdict.healing, verdict.judged_by
     for label, curve, colour in (
-        ("by calibrated scores", healing.calibrated[name], _COLOUR),
-        ("by distance", healing.raw[name], "#9aa5b1"),
+        ("by calibrated scores", healing.curves_by_score[name], _COLOUR),
+        ("by distance", healing.curves_by_distance[name], "#9aa5b1"),
     ):
         axes.plot(100 * SHARES, [100 * one for one in curve], color=colour, label=label)
     axes.set_xlabel("items re-embedded, %")

@@ -67,20 +67,20 @@ class MatchResult:
 
     Attributes:
         pairs: Items with a vector by both models.
-        without_old: Ids that only the new side has.
+        ids_without_old: Ids that only the new side has.
     """
 
     pairs: Pairs
-    without_old: list[str]
+    ids_without_old: list[str]
 
 
-def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
+def read_all(source: Source, only_ids: Collection[str] | None = None) -> Rows:
     """Read the rows of a source into memory.
 
     Args:
         source: The source; every vector of it is read.
-        only: Ids of the rows to return; None: all. Ids that the source lacks are ignored. With no
-            ids, every vector is still read and checked.
+        only_ids: Ids of the rows to return; None: all. Ids that the source lacks are ignored. With
+            no ids, every vector is still read and checked.
 
     Returns:
         Ids and vectors, float32 [n, dim]; [0, 0] for a source without vectors. Keys and versions
@@ -105,7 +105,9 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
             continue
         dim = rows.vectors.shape[1]
         kept = (
-            range(len(rows)) if only is None else [i for i, x in enumerate(rows.ids) if x in only]
+            range(len(rows))
+            if only_ids is None
+            else [i for i, x in enumerate(rows.ids) if x in only_ids]
         )
         ids += [rows.ids[i] for i in kept]
         vectors.append(rows.vectors[np.asarray(kept, np.int64)])
@@ -131,7 +133,7 @@ def judging_metric(facts: Facts) -> Metric:
     return _JUDGED[metric]
 
 
-def match(old: Source, new: Source, *, least: int = 20) -> MatchResult:
+def match_by_id(old: Source, new: Source, *, least_pairs: int = 20) -> MatchResult:
     """Match the vectors of two sources by id.
 
     All vectors of `new` are held in memory, and those vectors of `old` that have a partner. Both
@@ -140,16 +142,16 @@ def match(old: Source, new: Source, *, least: int = 20) -> MatchResult:
     Args:
         old: Vectors by the old model; usually the gallery.
         new: Vectors by the new model; usually a sample of it.
-        least: Smallest number of pairs. With 0, no pairs are no error.
+        least_pairs: Smallest number of pairs. With 0, no pairs are no error.
 
     Returns:
         The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks. Ids that
         only `old` has are left out.
 
     Raises:
-        InvalidInputError: Fewer than `least` items have both vectors, a vector of a pair has only
-            zeros, the metric of `old` cannot be judged; or as `read_all`. An id occurs twice in
-            `new`, or twice in `old` among the matched ones.
+        InvalidInputError: Fewer than `least_pairs` items have both vectors, a vector of a pair has
+            only zeros, the metric of `old` cannot be judged; or as `read_all`. An id occurs twice
+            in `new`, or twice in `old` among the matched ones.
         UnavailableError: The server of a source does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
@@ -164,7 +166,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> MatchResult:
     order = np.array([places[name] for name in stored.ids], np.int64)
     known = set(stored.ids)
     lost = [name for name in sample.ids if name not in known]
-    if len(stored) < least:
+    if len(stored) < least_pairs:
         why = "embed more items by the new model"
         if not len(sample):
             why = f"{new.facts().name} has no items with vectors; name another store with --new"
@@ -175,8 +177,8 @@ def match(old: Source, new: Source, *, least: int = 20) -> MatchResult:
                 "are the same"
             )
         raise InvalidInputError(
-            f"expected at least {least} items with vectors of both models, found {len(stored)}: "
-            f"{why}"
+            f"expected at least {least_pairs} items with vectors of both models, found "
+            f"{len(stored)}: {why}"
         )
     pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], metric)
     for side, vectors in ((old, pairs.old), (new, pairs.new)):
@@ -198,7 +200,7 @@ _BLOCK = 20_000
 _NEAR_BLOCK = 2000
 
 
-def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
+def sample_spread_rows(rows: Rows, count: int, seed: int = 0) -> list[str]:
     """Choose items at random so that they are spread over the space.
 
     The old vectors are clustered by k-means. Each cluster gives a share in proportion to its size,
@@ -258,7 +260,7 @@ def choose_sample_with_query_items(
     Raises:
         InvalidInputError: As `sample`. `count` is less than 1 or more than there are items.
     """
-    return _with_queried(sample(rows, count, seed), set(rows.ids), queried)
+    return _with_queried(sample_spread_rows(rows, count, seed), set(rows.ids), queried)
 
 
 def _with_queried(choice: list[str], ids: Collection[str], queried: Sequence[str]) -> list[str]:
@@ -278,16 +280,16 @@ class SourceSample:
 
     Attributes:
         ids: The chosen ids.
-        total: Number of items of the source, at least 1.
-        query_items: The ids of `queried` that the source has.
-        random: Random items of the source, at most 20,000 or twice the sample; all if it has no
-            more.
+        source_count: Number of items of the source, at least 1.
+        query_item_ids: The ids of `queried` that the source has.
+        random_rows: Random items of the source, at most 20,000 or twice the sample; all if it has
+            no more.
     """
 
     ids: list[str]
-    total: int
-    query_items: set[str]
-    random: Rows
+    source_count: int
+    query_item_ids: set[str]
+    random_rows: Rows
 
 
 def sample_source(
@@ -463,24 +465,27 @@ class Coverage:
     """The result of `measure_coverage`.
 
     Attributes:
-        of_sample: Mean cosine distance from an item to the nearest item of the sample.
-        at_random: The same for a random sample of the same size.
+        sample_distance: Mean cosine distance from an item to the nearest item of the sample.
+        random_distance: The same for a random sample of the same size.
     """
 
-    of_sample: float
-    at_random: float
+    sample_distance: float
+    random_distance: float
 
     @property
     def sentence(self) -> str:
         """Return both distances and their comparison in one sentence.
 
-        If `at_random` is 0, it says 0 % nearer.
+        If `random_distance` is 0, it says 0 % nearer.
         """
-        nearer = 1 - self.of_sample / self.at_random if self.at_random > 0 else 0.0
+        nearer = (
+            1 - self.sample_distance / self.random_distance if self.random_distance > 0 else 0.0
+        )
         word = "nearer" if nearer >= 0 else "farther"
         return (
             f"the mean cosine distance from an item to the nearest item of this sample is "
-            f"{self.of_sample:.3f}, and {self.at_random:.3f} for a random sample of the same size: "
+            f"{self.sample_distance:.3f}, and {self.random_distance:.3f} for a random sample of "
+            "the same size: "
             f"{abs(nearer):.1%} {word}; for three pairs of text models this made no map measurably "
             "better"
         )
@@ -502,8 +507,8 @@ def measure_coverage(source: Source, sampling: SourceSample, seed: int = 0) -> C
         InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
             NotFoundError, BusyError: As `read_all`.
     """
-    some, wanted = sampling.random, set(sampling.ids)
-    every = some if sampling.total == len(some) else read_all(source, wanted)
+    some, wanted = sampling.random_rows, set(sampling.ids)
+    every = some if sampling.source_count == len(some) else read_all(source, wanted)
     rows = np.array([row for row, name in enumerate(every.ids) if name in wanted], np.int64)
     sample = every.vectors[rows]
     random = np.random.default_rng(seed + 1).permutation(len(some))[: len(sample)]
@@ -511,7 +516,7 @@ def measure_coverage(source: Source, sampling: SourceSample, seed: int = 0) -> C
     of_sample = _mean_distance(some.vectors, sample)
     at_random = _mean_distance(some.vectors[others], some.vectors[random])
     # An item of the random sample has the distance 0.
-    return Coverage(of_sample, at_random * (1 - len(random) / sampling.total))
+    return Coverage(of_sample, at_random * (1 - len(random) / sampling.source_count))
 
 
 def _mean_distance(vectors: Vectors, others: Vectors) -> float:
@@ -681,7 +686,7 @@ def inspect(source: Source) -> Inspection:
         BusyError: Others hold the store, or its server has too many requests.
     """
     facts = source.facts()
-    if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:
+    if isinstance(source, Dimensioned) and len(mixed := source.count_by_dim()) > 1:
         each = join_few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
         why = (
             f"vectors of several dimensions: {each}; a map needs one dimension, so give each "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
-from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, CrossFit, correct_converter
+from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, HeldOutResult, correct_converter
 from nobackfill.adopt.gallery_scan import (
     FEWEST_QUERIES,
     MOST_DISTANCES,
@@ -58,14 +58,14 @@ class MapChoice:
     Attributes:
         kind: Its name.
         figures: The figure of each candidate by which `kind` was chosen.
-        cross_fit: The cross-fit of the chosen candidate.
+        held_out_result: The cross-fit of the chosen candidate.
         fitted_queries: Queries that it is fitted on as further pairs; None for none.
         trainer: Trains the residual map, if that is the chosen kind.
     """
 
     kind: str
     figures: dict[str, float]
-    cross_fit: CrossFit
+    held_out_result: HeldOutResult
     fitted_queries: Queries | None
     trainer: Trainer | None = None
 
@@ -110,8 +110,8 @@ class MapChoice:
         penalty = None
         if needs_strength([self.kind]):
             penalty = crossfit.choose_strength(rows, np.arange(len(pairs)), moments)
-        mapping = MapSolver(moments).maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
-        counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.rows))}
+        mapping = MapSolver(moments).solve_maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
+        counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.gallery_rows))}
         return replace(mapping, facts=mapping.facts | counts)
 
     def fit_without(self, pairs: Pairs, left_out: Mask, converter: Map | None = None) -> Map:
@@ -135,8 +135,8 @@ class MapChoice:
         part = Pairs([pairs.ids[row] for row in rows], pairs.old[rows], pairs.new[rows])
         queries = self.fitted_queries
         if queries is not None:
-            some = queries.select(np.flatnonzero(~left_out[queries.rows]))
-            queries = replace(some, rows=np.searchsorted(rows, some.rows))
+            some = queries.select(np.flatnonzero(~left_out[queries.gallery_rows]))
+            queries = replace(some, gallery_rows=np.searchsorted(rows, some.gallery_rows))
         return replace(self, fitted_queries=queries).fit(part, converter)
 
 
@@ -174,7 +174,7 @@ def choose_map(
     figures = {kind: _figure(one, pairs, queries) for kind, one in candidates.items()}
     kind = max(figures, key=figures.__getitem__)
     choice = MapChoice(kind, figures, candidates[kind], None, trainer)
-    if queries.own or kind not in MAP_KINDS:
+    if queries.are_gallery_items or kind not in MAP_KINDS:
         return choice
     # Queries may be of another kind than items, or embedded in another way: they may not help.
     with_queries = crossfit.cross_fit(pairs, query_sets, [kind], fitted_queries=queries)[kind]
@@ -183,9 +183,9 @@ def choose_map(
     return MapChoice(kind, figures, with_queries, queries) if figure > figures[kind] else choice
 
 
-def _figure(candidate: CrossFit, pairs: Pairs, queries: Queries) -> float:
-    figures = figures_from_distances(candidate.distances[0], pairs, queries)
-    return float(np.mean(deciding_figure(figures, queries.own)))
+def _figure(candidate: HeldOutResult, pairs: Pairs, queries: Queries) -> float:
+    figures = figures_from_distances(candidate.query_distances[0], pairs, queries)
+    return float(np.mean(deciding_figure(figures, queries.are_gallery_items)))
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class AdapterChoice:
 
     Attributes:
         choice: Chosen by all queries of the first set.
-        halves: Chosen by the odd queries, to judge the even ones; and the reverse.
+        half_choices: Chosen by the odd queries, to judge the even ones; and the reverse.
     """
 
     choice: MapChoice
-    halves: tuple[MapChoice, MapChoice]
+    half_choices: tuple[MapChoice, MapChoice]
 
     def by_half(self, number: int, queries: int) -> list[tuple[MapChoice, Ints]]:
         """Return the choices that judge a set of queries, each with its queries' numbers.
@@ -214,7 +214,7 @@ class AdapterChoice:
         every = np.arange(queries)
         if number > 0:
             return [(self.choice, every)]
-        return [(self.halves[0], every[::2]), (self.halves[1], every[1::2])]
+        return [(self.half_choices[0], every[::2]), (self.half_choices[1], every[1::2])]
 
     def distances(self, number: int) -> Block:
         """Return the distances [q, n] of a set of queries, mapped to the old space, to the pairs.
@@ -224,9 +224,9 @@ class AdapterChoice:
         Returns:
             A new array, float32.
         """
-        block = self.choice.cross_fit.distances[number].copy()
+        block = self.choice.held_out_result.query_distances[number].copy()
         for choice, rows in self.by_half(number, len(block)):
-            block[rows] = choice.cross_fit.distances[number][rows]
+            block[rows] = choice.held_out_result.query_distances[number][rows]
         return block
 
     def map_queries(self, number: int, queries: Queries, pairs: Pairs, fold: Ints) -> Vectors:
@@ -248,9 +248,9 @@ class AdapterChoice:
             ValueError: A vector holds NaN or infinity. Or a fold leaves fewer than 2 pairs, where
                 queries are fitted, too.
         """
-        mapped = np.empty((len(queries.rows), pairs.old.shape[1]), np.float32)
-        for choice, rows in self.by_half(number, len(queries.rows)):
-            of = fold[queries.rows[rows]]
+        mapped = np.empty((len(queries.gallery_rows), pairs.old.shape[1]), np.float32)
+        for choice, rows in self.by_half(number, len(queries.gallery_rows)):
+            of = fold[queries.gallery_rows[rows]]
             for one in np.unique(of):
                 mapping = choice.fit_without(pairs.exchange_models, fold == one)
                 mapped[rows[of == one]] = mapping(queries.new[rows[of == one]])
@@ -280,11 +280,11 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
     ]
 
     def figures(choice: MapChoice) -> PerQuery:
-        found = figures_from_distances(choice.cross_fit.distances[0], pairs, queries)
-        return deciding_figure(found, queries.own)
+        found = figures_from_distances(choice.held_out_result.query_distances[0], pairs, queries)
+        return deciding_figure(found, queries.are_gallery_items)
 
     by_query = [figures(one) for one in candidates]
-    if not queries.own:
+    if not queries.are_gallery_items:
         kind = candidates[int(np.argmax([one.mean() for one in by_query]))].kind
         with_queries = crossfit.cross_fit(
             reverse, sets, [kind], fitted_queries=sets[0], adapts_queries=True
@@ -325,24 +325,24 @@ class Cost:
     """Measured costs of the two models and the store.
 
     Attributes:
-        items: Items of the gallery.
+        item_count: Items of the gallery.
         old_seconds: Seconds to embed an item or a query by the old model; None: not measured.
         new_seconds: Seconds to embed an item by the new model; None: not measured.
-        carry_seconds: Seconds to migrate an item: read, map, write and check; None: not measured.
+        migrate_seconds: Seconds to migrate an item: read, map, write and check; None: not measured.
         new_query_seconds: Seconds to embed a query by the new model; None: as for an item.
-        embedded: Items whose vector by the new model exists already; re-embedding reuses it.
+        embedded_items: Items whose vector by the new model exists already; re-embedding reuses it.
     """
 
-    items: int
+    item_count: int
     old_seconds: float | None
     new_seconds: float | None
-    carry_seconds: float | None
+    migrate_seconds: float | None
     new_query_seconds: float | None = None
-    embedded: int = 0
+    embedded_items: int = 0
 
 
 @dataclass(frozen=True)
-class Way:
+class VerdictOption:
     """One way to go on with the gallery.
 
     Attributes:
@@ -401,7 +401,7 @@ class Verdict:
     words: str
     search: str
     judged_by: str
-    ways: list[Way]
+    ways: list[VerdictOption]
     candidates: dict[str, float]
     map: Map
     adapter: Map
@@ -459,26 +459,26 @@ def decide(
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
     """
-    if queries is not None and len(queries.rows) < 2:
+    if queries is not None and len(queries.gallery_rows) < 2:
         raise InvalidInputError(
             "expected at least 2 queries, because what one half of them chooses is judged by the "
-            f"other half, got {len(queries.rows)}; add queries, or leave them out"
+            f"other half, got {len(queries.gallery_rows)}; add queries, or leave them out"
         )
     similar = judgement.sample_item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
-    known_items = not judged_queries.own
+    known_items = not judged_queries.are_gallery_items
     judged_by = "MRR" if known_items else "agreement@10"
     query_sets = [judged_queries, similar] if known_items else [judged_queries]
     choice = choose_map(pairs, query_sets, converter, trainer)
     adapter = choose_adapter(pairs, query_sets)
-    distances = choice.cross_fit.distances
-    gallery = JudgedGallery(pairs.old, choice.cross_fit.vectors, pairs.new)
+    distances = choice.held_out_result.query_distances
+    gallery = JudgedGallery(pairs.old, choice.held_out_result.migrated_vectors, pairs.new)
     judged = judgement.judge_options(gallery, judged_queries, distances[0])
-    figures = judged.ways
+    figures = judged.figures_by_option
     by_set = [figures]
     if known_items:
         # agreement@10 of each way, with the rank fusion that is served to queries for known items.
-        by_set.append(judgement.judge_fusion(gallery, similar, judged.joining, distances[1]))
+        by_set.append(judgement.judge_fusion(gallery, similar, judged.rank_fusion, distances[1]))
     for number, one in enumerate(query_sets):
         by_set[number][ADAPTER_OPTION] = figures_from_distances(
             adapter.distances(number), pairs, one
@@ -487,14 +487,14 @@ def decide(
     switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
     scans: list[ScanResult] = []
     items = len(pairs)
-    if source is not None and cost.items > len(pairs):
+    if source is not None and cost.item_count > len(pairs):
         names = () if switch is None else (SWITCH,)
         items, scans = _scan(
-            source, pairs, query_sets, choice, adapter, judged, gallery, by_set, cost.items,
+            source, pairs, query_sets, choice, adapter, judged, gallery, by_set, cost.item_count,
             converter, names,
         )  # fmt: skip
-        figures = _with_agreement([one.ways for one in scans])
-        intervals = scans[-1].intervals
+        figures = _with_agreement([one.figures_by_option for one in scans])
+        intervals = scans[-1].agreement_intervals
         if switch is not None:
             switch = _estimated(_way(SWITCH, figures, cost, judged_by), intervals)
         ways = [_estimated(_way(name, figures, cost, judged_by), intervals) for name in WAYS]
@@ -508,7 +508,7 @@ def decide(
         way = SWITCH
         words = "the new model finds as much in the stored vectors as in its own: one space"
     mapping = choice.fit(pairs, converter)
-    joining = replace(judged.joining, map_digest=mapping.digest)
+    joining = replace(judged.rank_fusion, map_digest=mapping.digest)
     curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
     search = "finding that very item" if known_items else "finding similar things"
     recall = float(scans[0].candidate_recall.mean()) if scans else None
@@ -520,14 +520,14 @@ def decide(
         notes.append("the query adapter is also fitted on the queries")
     if choice.fitted_queries is not None:
         notes.append(
-            f"the map is also fitted on the {len(judged_queries.rows)} queries, because that finds "
-            "more of the queries that are left out"
+            f"the map is also fitted on the {len(judged_queries.gallery_rows)} queries, because "
+            "that finds more of the queries that are left out"
         )
-    notes += _curve_notes(judged.healing, len(pairs), judged_by)
+    notes += _curve_notes(judged.lazy_reembedding, len(pairs), judged_by)
     return Verdict(
         way, words, search, judged_by, ways, choice.figures, mapping,
         replace(adapter.choice.fit(pairs.exchange_models), direction="new to old"), joining, curve,
-        judged.healing, len(pairs), notes, items, recall,
+        judged.lazy_reembedding, len(pairs), notes, items, recall,
     )  # fmt: skip
 
 
@@ -567,10 +567,12 @@ def _scan(
     most = max(FEWEST_QUERIES, MOST_DISTANCES // items // len(query_sets))
     sets, figures = [], []
     for number, (queries, block) in enumerate(
-        zip(query_sets, choice.cross_fit.distances, strict=True)
+        zip(query_sets, choice.held_out_result.query_distances, strict=True)
     ):
-        joinings = judged.halves if number == 0 else (judged.joining, judged.joining)
-        rows = np.arange(len(queries.rows))
+        joinings = (
+            judged.half_rank_fusions if number == 0 else (judged.rank_fusion, judged.rank_fusion)
+        )
+        rows = np.arange(len(queries.gallery_rows))
         in_old = {ADAPTER_OPTION: adapter.map_queries(number, queries, pairs, fold)}
         in_old_distances = {ADAPTER_OPTION: adapter.distances(number)}
         if SWITCH in names:
@@ -579,7 +581,7 @@ def _scan(
         whole = ScanQueries(queries, block, joinings, rows % 2 == 0, in_old, in_old_distances)
         if len(rows) > most:
             rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
-        sets.append(whole.part(rows))
+        sets.append(whole.select(rows))
         figures.append(
             {
                 way: {figure: values[rows] for figure, values in one.items()}
@@ -590,7 +592,7 @@ def _scan(
     return scan_gallery(source, pairs, sets, figures, gallery.migrated, anchors, maps, of_map)
 
 
-def _estimated(way: Way, intervals: Mapping[str, tuple[float, float]]) -> Way:
+def _estimated(way: VerdictOption, intervals: Mapping[str, tuple[float, float]]) -> VerdictOption:
     """Mark the figures of a way that are estimates in a gallery of which a sample is native."""
     names = tuple(way.figures) if way.name in NEEDS_ITEMS else ("agreement@10",)
     if way.name == "re-embed":
@@ -621,7 +623,7 @@ def _switch(
     figures: Mapping[str, Figures],
     cost: Cost,
     judged_by: str,
-) -> Way | None:
+) -> VerdictOption | None:
     """Judge the way to use the new model on the stored vectors; None where the models differ."""
     if pairs.old.shape[1] != pairs.new.shape[1]:
         return None
@@ -634,7 +636,7 @@ def _switch(
     way = _way(SWITCH, {**figures, SWITCH: found}, cost, judged_by)
     if way.figures["agreement@10"] < ONE_SPACE_NEIGHBOURS:
         return None
-    if not queries.own:
+    if not queries.are_gallery_items:
         below = (
             paired_bootstrap([figures["re-embed"][one]], [found[one]])
             for one in found
@@ -645,7 +647,7 @@ def _switch(
     return way
 
 
-def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
+def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> VerdictOption:
     stay = figures["stay"]
     compared = [one for one in stay if one != "agreement@10" or judged_by == one]
 
@@ -659,7 +661,7 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     worse = measurably_above(stay, figures[name])
     better = measurably_above(figures[name], stay)
     means = {figure: _mean(figures[name], figure) for figure in figures[name]}
-    old, new, items = cost.old_seconds, cost.new_seconds, cost.items
+    old, new, items = cost.old_seconds, cost.new_seconds, cost.item_count
     query = new if cost.new_query_seconds is None else cost.new_query_seconds
     both = None if old is None or query is None else old + query
     hits = None if both is None or new is None else both + CANDIDATES_PER_SEARCH * new
@@ -667,9 +669,9 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
         "stay": old, SWITCH: query, ADAPTER_OPTION: query, "map": query, "both": both,
         "lazily": hits, "re-embed": query,
     }  # fmt: skip
-    migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
+    migrate = None if cost.migrate_seconds is None else items * cost.migrate_seconds
     # Native vectors are read, written and checked like migrated ones.
-    left = max(0, items - cost.embedded)
+    left = max(0, items - cost.embedded_items)
     reembed = None if new is None else left * new + (migrate or 0.0)
     all_seconds = {
         "stay": 0.0,
@@ -680,11 +682,15 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
         "lazily": None if migrate is None or reembed is None else migrate + reembed,
         "re-embed": reembed,
     }
-    return Way(name, means, worse, better, query_seconds[name], all_seconds[name])
+    return VerdictOption(name, means, worse, better, query_seconds[name], all_seconds[name])
 
 
 def choose_option(
-    ways: list[Way], judged_by: str, items_available: bool, *, old_model_available: bool = True
+    ways: list[VerdictOption],
+    judged_by: str,
+    items_available: bool,
+    *,
+    old_model_available: bool = True,
 ) -> tuple[str, str]:
     """Choose the cheapest option that is as good as re-embedding, or else the best option.
 
@@ -799,12 +805,12 @@ def _learning_curve(
                 [queries],
                 converter,
                 kinds=[kind],
-                subset=share * share_of_all / crossfit.share_fitted_per_map(few),
+                fitted_share=share * share_of_all / crossfit.share_fitted_per_map(few),
                 folds=few,
                 fitted_queries=choice.fitted_queries,
             )
             figures = judgement.figures_from_distances(
-                candidates[kind].distances[0], pairs, queries
+                candidates[kind].query_distances[0], pairs, queries
             )
             points.append(CurvePoint(round(share * fitted), _mean(figures, judged_by)))
     return points
@@ -816,7 +822,7 @@ def _curve_notes(curves: LazyReembeddingCurves, count: int, judged_by: str) -> l
     They compare with one another alone: among all items of a gallery every figure is lower.
     """
     name = judged_by if judged_by == "agreement@10" else "R@1"
-    curve, raw = curves.calibrated[name], curves.raw[name]
+    curve, raw = curves.curves_by_score[name], curves.curves_by_distance[name]
     notes = [
         f"among the {count} items of the sample, {name} goes from {100 * curve[0]:.1f} to "
         f"{100 * curve[-1]:.1f} while they become native at random, lowest {100 * min(curve):.1f}, "
@@ -864,9 +870,9 @@ def _notes(
     *,
     scanned: bool,
 ) -> list[str]:
-    sample = f"measured among {len(pairs)} items with {len(queries.rows)} queries"
-    if cost.items > len(pairs):
-        sample += f"; the gallery has {cost.items} items, where every figure is lower"
+    sample = f"measured among {len(pairs)} items with {len(queries.gallery_rows)} queries"
+    if cost.item_count > len(pairs):
+        sample += f"; the gallery has {cost.item_count} items, where every figure is lower"
     notes = [] if scanned else [sample]
     gain = gain_of_doubling_pairs(curve)
     if gain is not None:
@@ -874,7 +880,7 @@ def _notes(
             f"twice as many pairs would raise {judged_by} of the map by about {100 * gain:.1f} "
             "points"
         )
-    if queries.own:
+    if queries.are_gallery_items:
         notes.append(
             "without queries whose answer is known, the verdict does not cover searches for one "
             "known item: a map can keep similar items near and still lose that one; give "

@@ -57,7 +57,7 @@ class ChromaServer:
     """A client of the HTTP API of a Chroma server, in one tenant and database.
 
     It sends the token of NOBACKFILL_CHROMA_TOKEN, if that is set. Nothing is sent before the first
-    request. Every request may raise the errors of `send`.
+    request. Every request may raise the errors of `request_json`.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
@@ -99,7 +99,7 @@ class ChromaServer:
         if child:
             self._http = _pool()
 
-    def collection(self, name: str) -> dict[str, Any]:
+    def describe_collection(self, name: str) -> dict[str, Any]:
         """Return the server's description of a collection: name, id, dimension, metadata and more.
 
         A missing collection costs a second request.
@@ -110,28 +110,30 @@ class ChromaServer:
         Raises:
             NotFoundError: there is no such collection; the error lists up to four others.
         """
-        description = self.find(name)
+        description = self.find_collection(name)
         if description is None:
-            names = [one["name"] for one in self.send("GET", "?limit=4", name)]
+            names = [one["name"] for one in self.request_json("GET", "?limit=4", name)]
             raise NotFoundError(
                 f"{name}: no such collection in this Chroma database; its collections are "
                 f"{join_few(names) or 'none'}"
             )
         return description
 
-    def find(self, name: str) -> dict[str, Any] | None:
+    def find_collection(self, name: str) -> dict[str, Any] | None:
         """Return the server's description of a collection; None if there is none of this name.
 
         Args:
             name: the collection's name.
         """
         try:
-            description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
+            description: dict[str, Any] = self.request_json("GET", f"/{_part(name)}", name)
         except NotFoundError:
             return None
         return description
 
-    def change(self, description: Mapping[str, Any], facts: Mapping[str, str], name: str) -> None:
+    def rename_collection(
+        self, description: Mapping[str, Any], facts: Mapping[str, str], name: str
+    ) -> None:
         """Rename a collection and change facts in its metadata, in one request.
 
         The server replaces all metadata: the other ones stay as they are in `description`.
@@ -154,9 +156,9 @@ class ChromaServer:
         }
         # The server ignores an empty object.
         body = {"new_name": name} | ({"new_metadata": some} if (some := metadata or marks) else {})
-        self.send("PUT", f"/{description['id']}", str(description["name"]), body)
+        self.request_json("PUT", f"/{description['id']}", str(description["name"]), body)
 
-    def make(self, body: Mapping[str, Any], name: str) -> None:
+    def create_collection(self, body: Mapping[str, Any], name: str) -> None:
         """Create a collection.
 
         Args:
@@ -168,9 +170,9 @@ class ChromaServer:
             NotFoundError: there is no such tenant or database.
             ValueError, TypeError: `body` cannot be written as JSON.
         """
-        self.send("POST", "", name, body)
+        self.request_json("POST", "", name, body)
 
-    def drop(self, name: str) -> None:
+    def delete_collection(self, name: str) -> None:
         """Delete a collection with its items.
 
         Args:
@@ -179,9 +181,11 @@ class ChromaServer:
         Raises:
             NotFoundError: there is no such collection.
         """
-        self.send("DELETE", f"/{_part(name)}", name)
+        self.request_json("DELETE", f"/{_part(name)}", name)
 
-    def send(self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None) -> Any:
+    def request_json(
+        self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None
+    ) -> Any:
         """Send a request and return the decoded JSON answer; None for an empty one.
 
         Redirects are not followed and requests are not repeated. The token is read from the
@@ -317,7 +321,7 @@ class ChromaStore:
         description = self._find(name)
         if description is None:
             # It raises, and names other collections.
-            description = self._server.collection(name)
+            description = self._server.describe_collection(name)
         own = self._first_name(description) or str(description["name"])
         if name == self._name and own == self.before:
             own = name
@@ -329,13 +333,13 @@ class ChromaStore:
         if description["name"] != self._name or first is None:
             return None
         # Without the original, it is a collection like any other.
-        return first if self._server.find(self.before) else None
+        return first if self._server.find_collection(self.before) else None
 
     def _find(self, name: str) -> dict[str, Any] | None:
         """Return the description of the collection that `open_collection` opens; None if there is
         none.
         """
-        description = self._server.find(name)
+        description = self._server.find_collection(name)
         if name == self._name:
             if description is None or "name" not in _facts(description):
                 half = self._half()
@@ -348,14 +352,14 @@ class ChromaStore:
                     )
                 description = description or half
         elif description is None:
-            led = self._server.find(self._name)
+            led = self._server.find_collection(self._name)
             if led is not None and self._first_name(led) == name:
                 description = led
         return description
 
     def _half(self) -> dict[str, Any] | None:
         """Return the original, if an exchange of names was killed between its two requests."""
-        before = self._server.find(self.before)
+        before = self._server.find_collection(self.before)
         return before if before and _facts(before).get("half") == self._name else None
 
     def exists(self, name: str) -> bool:
@@ -369,38 +373,40 @@ class ChromaStore:
         """
         return self._find(name) is not None
 
-    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
+    def create_copy(self, target: Target, original: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of an existing one.
 
         Args:
             target: name of the new collection; its other fields are ignored. The dimension comes
                 with the first items.
-            like: the existing collection, whose metadata and settings are copied, but for its
+            original: the existing collection, whose metadata and settings are copied, but for its
                 embedding function.
             facts: facts to record in the metadata in the same step, with the prefix nobackfill_.
                 They replace metadata of that name.
 
         Raises:
             AlreadyExistsError: the name is in use.
-            TypeError: `like` is no ChromaCollection.
+            TypeError: `original` is no ChromaCollection.
             NotFoundError: there is no such tenant or database.
         """
-        if not isinstance(like, ChromaCollection):
-            raise TypeError(like)
-        metadata = like.metadata | {_MARK + name: value for name, value in facts.items()}
-        self._server.make({"name": target.name, "metadata": metadata} | like.settings, target.name)
+        if not isinstance(original, ChromaCollection):
+            raise TypeError(original)
+        metadata = original.metadata | {_MARK + name: value for name, value in facts.items()}
+        self._server.create_collection(
+            {"name": target.name, "metadata": metadata} | original.settings, target.name
+        )
 
-    def complete(self, copy: Collection, like: Collection) -> None:
+    def complete_copy(self, copy: Collection, original: Collection) -> None:
         """Do nothing: a copy is made by one request."""
 
-    def settle(self, copy: Collection) -> None:
+    def wait_for_index(self, copy: Collection) -> None:
         """Do nothing: Chroma searches new items at once."""
 
     def obstacles(self, name: str, collection: Collection) -> list[str]:
         """Return no sentences: every collection can be renamed."""
         return []
 
-    def note(self, collection: str, facts: Mapping[str, str]) -> None:
+    def record_facts(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts in a collection's metadata; the other metadata stay.
 
         Args:
@@ -414,12 +420,12 @@ class ChromaStore:
         description = self._find(collection)
         if description is None:
             # The first name of a copy whose original was dropped a moment ago.
-            description = self._server.collection(self._name)
+            description = self._server.describe_collection(self._name)
         if facts.get("of") == "":
             facts = {**facts, "name": ""}
-        self._server.change(description, facts, str(description["name"]))
+        self._server.rename_collection(description, facts, str(description["name"]))
 
-    def lead(self, name: str, collection: str) -> None:
+    def redirect_name(self, name: str, collection: str) -> None:
         """Give the name to the copy, or back to the original, in two requests; may be repeated.
 
         The copy gets the present metadata of the original's owner.
@@ -436,39 +442,42 @@ class ChromaStore:
         if collection in (name, self.before):
             self._lead_back()
             return
-        copy = self._find(collection) or self._server.collection(collection)
+        copy = self._find(collection) or self._server.describe_collection(collection)
         if copy["name"] == name:
             return
         self.repair()
-        original = self._server.collection(name)
-        if self._server.find(self.before) is not None:
+        original = self._server.describe_collection(name)
+        if self._server.find_collection(self.before) is not None:
             raise AlreadyExistsError(
                 f"{name}: the collection {self.before!r} exists already, and a flip gives this "
                 f"name to the old collection; rename or delete {self.before!r} first"
             )
         owners = ChromaCollection(self._server, original).metadata
         marks = {n: value for n, value in copy["metadata"].items() if n.startswith(_MARK)}
-        self._server.change(original, {"half": name}, self.before)
+        self._server.rename_collection(original, {"half": name}, self.before)
         try:
             facts = {"name": collection, "of": self.before}
-            self._server.change({**copy, "metadata": owners | marks}, facts, name)
+            self._server.rename_collection({**copy, "metadata": owners | marks}, facts, name)
         except BaseException:
             self.repair()
             raise
-        self._server.change(original, {"half": ""}, self.before)
+        self._server.rename_collection(original, {"half": ""}, self.before)
 
     def lead_command(self, name: str, collection: str) -> str:
         """Return the Python call by which the owner gives the name to a collection."""
         return f"client.get_collection({collection!r}).modify(name={name!r})"
 
     def _lead_back(self) -> None:
-        led, original = self._server.find(self._name), self._server.find(self.before)
+        led, original = (
+            self._server.find_collection(self._name),
+            self._server.find_collection(self.before),
+        )
         if original is None:
             return
         if led is not None and (first := _facts(led).get("name")):
-            self._server.change(original, {"half": self._name}, self.before)
-            self._server.change(led, {"name": "", "of": self._name}, first)
-        self._server.change(original, {"half": ""}, self._name)
+            self._server.rename_collection(original, {"half": self._name}, self.before)
+            self._server.rename_collection(led, {"name": "", "of": self._name}, first)
+        self._server.rename_collection(original, {"half": ""}, self._name)
 
     def repair(self) -> None:
         """Give the original its name back, if an exchange of names was killed between its requests.
@@ -476,8 +485,8 @@ class ChromaStore:
         Raises:
             UnavailableError: the server does not answer within a minute, or the name is in use.
         """
-        if self._server.find(self._name) is None and (half := self._half()) is not None:
-            self._server.change(half, {"half": ""}, self._name)
+        if self._server.find_collection(self._name) is None and (half := self._half()) is not None:
+            self._server.rename_collection(half, {"half": ""}, self._name)
 
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
         """Return the owner's tasks after the flip, as sentences; sends nothing."""
@@ -488,7 +497,7 @@ class ChromaStore:
             "stores none",
         ]
 
-    def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+    def lock_name(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the name out, by a lock file in `~/.cache/nobackfill` (or below
         XDG_CACHE_HOME): it keeps out migrations of this user on this machine alone.
 
@@ -504,8 +513,8 @@ class ChromaStore:
             BusyError: another migration holds the lock, or the server has too many requests.
             CannotWriteError: the lock file cannot be created.
         """
-        here = self._find(self._name) or self._server.collection(self._name)
-        original = self._server.find(self.before) if "name" in _facts(here) else None
+        here = self._find(self._name) or self._server.describe_collection(self._name)
+        original = self._server.find_collection(self.before) if "name" in _facts(here) else None
         return lock_by_address(str((original or here)["id"]), self._name)
 
     def drop(self, name: str) -> None:
@@ -516,10 +525,12 @@ class ChromaStore:
         Raises:
             NotFoundError: there is no such collection.
         """
-        ChromaCollection(self._server, self._server.collection(name)).remove_items_with_lists()
-        self._server.drop(name)
+        ChromaCollection(
+            self._server, self._server.describe_collection(name)
+        ).remove_items_with_lists()
+        self._server.delete_collection(name)
 
-    def steps(self, old: Collection, new: Collection) -> list[str]:
+    def flip_steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips, as sentences and calls; sends nothing.
 
         Returns:
@@ -560,7 +571,7 @@ class ChromaSource(FlippingSource):
         InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
     """
 
-    renames = True
+    flip_renames = True
     _store: ChromaStore
 
     def __init__(self, store: ChromaStore, name: str) -> None:
@@ -651,23 +662,23 @@ class ChromaSource(FlippingSource):
                 f"they hold the id of the old collection; restart these programs. {way}"
             )
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Give the original its name back, and delete the copy.
 
         See FlippingSource.flip_back. Items that programs added to the original since the flip are
         not told from those that were deleted from the copy.
 
         Args:
-            to: name of the copy.
-            lose: go on where items were written since the flip: they are lost.
+            new_name: name of the copy.
+            allow_loss: go on where items were written since the flip: they are lost.
 
         Returns:
             The number of items that were lost.
 
         Raises:
-            NotFoundError: there is no original, or the name does not lead to `to`.
-            InvalidInputError: items were written since the flip, and `lose` is False; nothing is
-                changed. Or `drop_old` was killed; or the server refuses the request.
+            NotFoundError: there is no original, or the name does not lead to `new_name`.
+            InvalidInputError: items were written since the flip, and `allow_loss` is False;
+                nothing is changed. Or `drop_old` was killed; or the server refuses the request.
         """
         original = self._original()
         if original is not None and _DROPPING in original.copy_facts:
@@ -676,12 +687,12 @@ class ChromaSource(FlippingSource):
                 f"collection {original.name!r}, so some of its items may be gone; run `nobackfill "
                 "migrate finish` again"
             )
-        if not lose:
+        if not allow_loss:
             self._refuse_late_items(
                 "Then run `nobackfill migrate back --yes`, which deletes the items that "
                 f"{self._name!r} does not have"
             )
-        return super().flip_back(to, lose=lose)
+        return super().flip_back(new_name, allow_loss=allow_loss)
 
     def _remove_old(self, original: Collection, keys: Sequence[Any]) -> None:
         # Noted before each request, so that a killed call is not taken for a program's deletion.
@@ -689,8 +700,8 @@ class ChromaSource(FlippingSource):
         for first in range(0, len(keys), _PAGE):
             some = keys[first : first + _PAGE]
             sums = [_sum(original)]
-            original.subtract(some)
-            self._store.note(self._here.name, {"before": " ".join([*sums, _sum(original)])})
+            original.forget_swept(some)
+            self._store.record_facts(self._here.name, {"before": " ".join([*sums, _sum(original)])})
             original.remove(some)
 
     def drop_old(self) -> None:
@@ -705,7 +716,7 @@ class ChromaSource(FlippingSource):
             "then delete the old collection yourself"
         )
         if (original := self._original()) is not None:
-            self._store.note(original.name, {_DROPPING: "yes"})
+            self._store.record_facts(original.name, {_DROPPING: "yes"})
         super().drop_old()
 
 
@@ -728,13 +739,13 @@ class ChromaCopy(FlippingCopy):
         """
         with super().flip():
             yield
-            self._store.note(self._copy.name, {"before": _sum(self._source)})
+            self._store.record_facts(self._copy.name, {"before": _sum(self._source)})
 
 
 def _sum(collection: Collection) -> str:
     """Return the digest of the items that the last sweep of a collection read."""
     assert isinstance(collection, ChromaCollection)
-    return f"{collection.sweep:016x}"
+    return f"{collection.swept_ids:016x}"
 
 
 class ChromaCollection:
@@ -752,7 +763,7 @@ class ChromaCollection:
         settings: the part of a request that creates a collection with the same settings. A stored
             embedding function belongs to the old model, so it becomes "unknown": clients then
             refuse texts until they are given another function.
-        sweep: a digest of all items that the last sweep of `records` read.
+        swept_ids: a digest of all items that the last sweep of `records` read.
 
     Args:
         server: the server.
@@ -780,7 +791,7 @@ class ChromaCollection:
             if (settings := configuration.get(kind))
         }
         self.settings = _settings(description, self.index)
-        self.sweep = 0
+        self.swept_ids = 0
         self._ids: list[str] | None = None
 
     def facts(self) -> Facts:
@@ -796,7 +807,7 @@ class ChromaCollection:
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
-        columns = tuple(some[0].values) if some else ()
+        columns = tuple(some[0].other_values) if some else ()
         metric = parse_store_metric(space, _METRICS, self.name)
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
@@ -841,7 +852,7 @@ class ChromaCollection:
         ids = self._ids_in(window)
         records = self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
         if window.lower is None:
-            self.sweep = 0
+            self.swept_ids = 0
         self._count(records)
         return records
 
@@ -888,11 +899,11 @@ class ChromaCollection:
             body = {
                 "ids": [one.key for one in some],
                 "embeddings": vectors[first : first + _PAGE].tolist(),
-                "documents": [one.values.get("document") for one in some],
-                "uris": [one.values.get("uri") for one in some],
+                "documents": [one.other_values.get("document") for one in some],
+                "uris": [one.other_values.get("uri") for one in some],
                 "metadatas": [
-                    {n: v for n, v in one.values.items() if n not in ("document", "uri")}
-                    | {OF: one.note(vector)}
+                    {n: v for n, v in one.other_values.items() if n not in ("document", "uri")}
+                    | {OF: one.copy_origin(vector)}
                     for one, vector in zip(some, vectors[first : first + _PAGE], strict=True)
                 ],
             }
@@ -907,8 +918,8 @@ class ChromaCollection:
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
 
-    def subtract(self, keys: Sequence[Any]) -> None:
-        """Take items out of `sweep`, as if they were deleted.
+    def forget_swept(self, keys: Sequence[Any]) -> None:
+        """Take items out of `swept_ids`, as if they were deleted.
 
         Args:
             keys: ids; unknown ones are ignored.
@@ -982,7 +993,7 @@ class ChromaCollection:
         """Add items to the digest of the sweep, or take them out again; no order counts."""
         for one in records:
             item = hashlib.sha256(f"{one.key} {one.digest}".encode()).hexdigest()
-            self.sweep ^= int(item[:16], 16)
+            self.swept_ids ^= int(item[:16], 16)
 
     def _list_ids(self) -> list[str]:
         """List all ids in order, in one request: pages would shift when others delete items."""
@@ -1036,7 +1047,7 @@ class ChromaCollection:
         return self._request("POST", "/get", body)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._server.send(method, self._path + path, self.name, body)
+        return self._server.request_json(method, self._path + path, self.name, body)
 
 
 def _facts(description: Mapping[str, Any]) -> dict[str, str]:

@@ -85,7 +85,7 @@ class LanceSource:
         BusyError: Others write the table at this moment.
     """
 
-    renames = True
+    flip_renames = True
 
     def __init__(
         self, folder: str, table: str, vector: str | None = None, key: str | None = None
@@ -260,7 +260,7 @@ class LanceSource:
             return int(self.table.count_rows(f"{_quoted(column)} IS NOT NULL"))
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of `rows` rows; all keys are read at the first window.
+        """Divide all keys into windows of `to_rows` rows; all keys are read at the first window.
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
         window. Rows that are added before the last window's lower end lie in the earlier windows.
@@ -283,8 +283,8 @@ class LanceSource:
         yield Window(lower)
 
     def _bounds(self, rows: int) -> list[Any]:
-        """Return each key after which a window of `rows` rows ends, but for the last window."""
-        column = self.select([self.key], None)[self.key]
+        """Return each key after which a window of `to_rows` rows ends, but for the last window."""
+        column = self.select_rows([self.key], None)[self.key]
         if column.null_count:
             raise InvalidInputError(
                 f"{self._name}.{self.key}: expected a key in every row, found rows without one; "
@@ -306,7 +306,7 @@ class LanceSource:
         bounds: list[Any] = keys.take(pa.array(order[rows - 1 : -1 : rows])).to_pylist()
         return bounds
 
-    def select(self, columns: Sequence[str], where: str | None) -> Any:
+    def select_rows(self, columns: Sequence[str], where: str | None) -> Any:
         """Read columns of the rows that fulfil a condition, as a table of Arrow.
 
         Args:
@@ -349,7 +349,7 @@ class LanceSource:
             for sign, bound in bounds
             if bound is not None
         ]
-        result = self.select([self.key, column, *columns], " AND ".join(conditions))
+        result = self.select_rows([self.key, column, *columns], " AND ".join(conditions))
         return result.sort_by(self.key)
 
     def read(self, window: Window) -> Rows:
@@ -362,9 +362,9 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        return self.rows(self.read_window(window, self.vector), self.vector)
+        return self.to_rows(self.read_window(window, self.vector), self.vector)
 
-    def rows(self, result: Any, column: str) -> Rows:
+    def to_rows(self, result: Any, column: str) -> Rows:
         """Convert rows of Arrow to Rows, with the vectors of a column, float32 [n, dim].
 
         Rows without the vector are left out.
@@ -439,10 +439,10 @@ class LanceSource:
             _literal(key) for one in dict.fromkeys(ids) if (key := _key(one, kind)) is not None
         ]
         if not literals:
-            return self.select([self.key, column], "false")
+            return self.select_rows([self.key, column], "false")
         keys = ", ".join(literals)
         condition = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
-        return self.select([self.key, column], condition)
+        return self.select_rows([self.key, column], condition)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, in any order; unknown ids, and rows without one, are left out.
@@ -456,7 +456,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        return self.rows(self._looked_up(ids, self.vector), self.vector)
+        return self.to_rows(self._looked_up(ids, self.vector), self.vector)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
@@ -480,7 +480,7 @@ class LanceSource:
     def close(self) -> None:
         """Do nothing: LanceDB keeps no lock."""
 
-    def warnings(self, to: str) -> list[str]:
+    def warnings(self, new_name: str) -> list[str]:
         """Return a warning if the metric is LanceDB's default; writing has no side effects.
 
         Raises:
@@ -538,7 +538,7 @@ class LanceSource:
         mark = _mark(schema, target.name) if target.name in schema.names else {}
         return (
             self.vector == old_name_after_flip(target.name)
-            and mark.get("map") == target.mark
+            and mark.get("map") == target.computer_digest
             and mark.get("to") != target.name
         )
 
@@ -563,20 +563,20 @@ class LanceSource:
         schema, name = self.schema, target.name
         flipped = self._flipped(target, schema)
         mark = _mark(schema, name) if name in schema.names else {}
-        ours = mark.get("map") == target.mark and mark.get("to") == name
+        ours = mark.get("map") == target.computer_digest and mark.get("to") == name
         if not name or (name in schema.names and not ours and not flipped):
             raise AlreadyExistsError(
                 f"{self._name}: column {name!r} exists already and was not made by this map; "
                 "choose another --to, or remove the column with `nobackfill carry --rollback`"
             )
         if not ours and not flipped:
-            if _mark(schema, self.vector).get("map") == target.mark:
+            if _mark(schema, self.vector).get("map") == target.computer_digest:
                 raise InvalidInputError(
                     f"{self._name}: column {self.vector!r} holds the vectors of this map already, "
                     "so nothing is left to do"
                 )
             kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
-            facts = {"map": target.mark, "model": target.model, "to": name}
+            facts = {"map": target.computer_digest, "model": target.model, "to": name}
             metadata = {_MARK: json.dumps({key: one for key, one in facts.items() if one})}
             columns = [pa.field(name, kind, metadata=metadata), pa.field(_of(name), pa.string())]
             with _translate_errors(self._name):
@@ -601,7 +601,7 @@ class LanceSource:
             self.table.drop_columns([name, _of(name)])
         return True
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Record the model of the old vectors in the column's metadata, by its fingerprint.
 
         An earlier model is replaced; the text is not checked. The other facts in the column's
@@ -675,7 +675,7 @@ class LanceSource:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones.
 
         A row counts as written if its new vector differs from the one that a migration made, or if
@@ -684,16 +684,16 @@ class LanceSource:
         The new columns are dropped last; an error then leaves them under their first name.
 
         Args:
-            to: Ignored: the column's metadata has the former name.
-            lose: Go on where rows were written since the flip: they lose their only vector.
+            new_name: Ignored: the column's metadata has the former name.
+            allow_loss: Go on where rows were written since the flip: they lose their only vector.
 
         Returns:
             The number of rows without a vector then.
 
         Raises:
             NotFoundError: There are no old vectors.
-            InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
-                changed; or LanceDB refuses this.
+            InvalidInputError: Rows were written since the flip, and `allow_loss` is False; nothing
+                is changed; or LanceDB refuses this.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -707,7 +707,7 @@ class LanceSource:
             )
         result = self.read_window(Window(), self.vector, [old, _of(made)])
         digests = result[_of(made)].to_pylist()
-        new = self.rows(result, self.vector)
+        new = self.to_rows(result, self.vector)
         old_there = result[old].is_valid().to_pylist()
         changed = [
             row
@@ -715,12 +715,12 @@ class LanceSource:
             if old_there[row] and (digest or "")[_DIGEST:] != _digest(new.vectors[row])
         ]
         losses: int = len(changed) + old_there.count(False)
-        if losses and not lose:
+        if losses and not allow_loss:
             raise InvalidInputError(
                 f"{self._name}: {losses} rows were written since the flip and have no old vector; "
                 "to lose them, run `nobackfill migrate back --yes`"
             )
-        self.empty([new.keys[row] for row in changed], old)
+        self.clear_values([new.keys[row] for row in changed], old)
         with _translate_errors(self._name):
             self.table.alter_columns(
                 {"path": self.vector, "rename": made}, {"path": old, "rename": self.vector}
@@ -746,7 +746,7 @@ class LanceSource:
         with _translate_errors(self._name):
             self.table.drop_columns([one for one in (old, digests) if one in schema.names])
 
-    def empty(self, keys: Sequence[Any], *columns: str) -> None:
+    def clear_values(self, keys: Sequence[Any], *columns: str) -> None:
         """Set columns of rows to null, in statements of 1000 keys each; unknown keys are ignored.
 
         Args:
@@ -766,7 +766,7 @@ class LanceSource:
                     values_sql=dict.fromkeys(columns, "NULL"),
                 )
 
-    def merge(self, rows: Any) -> None:
+    def merge_rows(self, rows: Any) -> None:
         """Write columns of existing rows, found by their keys; LanceDB repeats it in a conflict.
 
         Args:
@@ -784,8 +784,8 @@ class LanceSource:
 class NewLanceColumn:
     """The column of the new vectors; implements Flippable."""
 
-    at_once = 1
-    put_by_writers = False
+    concurrent_windows = 1
+    writers_put_new_vectors = False
 
     def __init__(self, source: LanceSource, target: Target, flipped: bool) -> None:
         self._source, self._target, self.flipped = source, target, flipped
@@ -807,12 +807,12 @@ class NewLanceColumn:
 
     def _pending(self, window: Window, old: str, new: str) -> Rows:
         source, digests = self._source, _of(self._target.name)
-        contents = [] if self._target.content is None else [self._target.content]
+        contents = [] if self._target.content_column is None else [self._target.content_column]
         if self.flipped:
             result = source.read_window(window, old, [new])
-            return source.rows(result.filter(result[new].is_null()), old)
+            return source.to_rows(result.filter(result[new].is_null()), old)
         result = source.read_window(window, old, [new, digests, *contents])
-        rows = source.rows(result, old)
+        rows = source.to_rows(result, old)
         values = result[contents[0]].to_pylist() if contents else [None] * len(rows)
         noted = result[digests].to_pylist()
         present = result[new].is_valid().to_pylist()
@@ -823,7 +823,7 @@ class NewLanceColumn:
             if digest is not None and digest[:_DIGEST] != current[row]
         ]
         orphans = self._without_old(window, old, digests)
-        source.empty([rows.keys[row] for row in stale] + orphans, new, digests)
+        source.clear_values([rows.keys[row] for row in stale] + orphans, new, digests)
         pending_rows = sorted({row for row, one in enumerate(present) if not one} | set(stale))
         return Rows(
             [rows.ids[row] for row in pending_rows],
@@ -864,7 +864,9 @@ class NewLanceColumn:
         versions = rows.versions or [""] * len(rows)
         digests = [f"{one}{_digest(new)}" for one, new in zip(versions, new_vectors, strict=True)]
         # After the flip, a row that was filled has the digest of no original.
-        self._source.merge(pa.table({self._source.key: key, name: made, self._digests: digests}))
+        self._source.merge_rows(
+            pa.table({self._source.key: key, name: made, self._digests: digests})
+        )
 
     @property
     def _digests(self) -> str:
@@ -882,7 +884,9 @@ class NewLanceColumn:
             ConfigurationError: The process was forked after the table was opened.
         """
         result = self._source.read_window(window, self._target.name, [self._digests])
-        return self._source.rows(result.filter(result[self._digests].is_valid()), self._target.name)
+        return self._source.to_rows(
+            result.filter(result[self._digests].is_valid()), self._target.name
+        )
 
     def count(self) -> int:
         """Count the rows that have a new vector.

@@ -81,7 +81,7 @@ class Clients:
         self._by_process: dict[int, QdrantClient] = {}
 
     @property
-    def own(self) -> QdrantClient:
+    def process_client(self) -> QdrantClient:
         """Return the client of this process; open it at the first use.
 
         Threads of one process share it. After a fork, the child opens its own.
@@ -271,7 +271,7 @@ class QdrantSource:
         BusyError: the server has too many requests, or another process has opened the folder.
     """
 
-    renames = False
+    flip_renames = False
 
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
@@ -312,7 +312,7 @@ class QdrantSource:
 
     @property
     def _client(self) -> QdrantClient:
-        return self._clients.own
+        return self._clients.process_client
 
     def _read_config(self) -> models.CollectionConfig:
         with translated_errors(self._name):
@@ -361,7 +361,7 @@ class QdrantSource:
         return self.count_vectors(self.vector)
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all ids into windows of `rows` points.
+        """Divide all ids into windows of `read_rows` points.
 
         The last window has no upper end, so that it includes new points. An empty collection gives
         one window. Each window is asked for when it is taken. Numbers come before UUIDs. The first
@@ -405,7 +405,7 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request, or vectors differ in dimension.
         """
-        return self.rows(self.vector, window)
+        return self.read_rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a payload field of a window as text, without the points where it is empty.
@@ -424,7 +424,7 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        points = self.points(window, payload=[name])
+        points = self.read_points(window, payload=[name])
         values = [(point.id, (point.payload or {}).get(name)) for point in points]
         pairs = [(str(key), str(value)) for key, value in values if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
@@ -532,13 +532,13 @@ class QdrantSource:
         # It refuses a vector without a name.
         _ = self.flip_name
         mark = marks.get(target.name, {})
-        if "flipped" in mark and mark.get("map") != target.mark:
+        if "flipped" in mark and mark.get("map") != target.computer_digest:
             raise AlreadyExistsError(
                 f"{self._name}: searches use the vector {target.name!r} since a flip by another "
                 "map; end that migration with `nobackfill migrate finish` or `nobackfill migrate "
                 "back`, or choose another --to"
             )
-        foreign = target.name in vectors and mark.get("map") != target.mark
+        foreign = target.name in vectors and mark.get("map") != target.computer_digest
         if not target.name or foreign or target.name in self._sparse_names():
             raise AlreadyExistsError(
                 f"{self._name}: vector {target.name!r} exists already and was not made by this "
@@ -560,7 +560,7 @@ class QdrantSource:
             with translated_errors(self._name):
                 # Write the mark first: after a kill in between, the name is still free.
                 model = {"model": target.model} if target.model else {}
-                self._set_mark(target.name, {"map": target.mark} | model)
+                self._set_mark(target.name, {"map": target.computer_digest} | model)
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
@@ -607,7 +607,7 @@ class QdrantSource:
 
     def _make_notes(self, name: str) -> None:
         """Create the collection of notes on new vectors, if it is missing."""
-        notes = notes_name(self._name, name)
+        notes = sketches_collection(self._name, name)
         with translated_errors(notes):
             if self._client.collection_exists(notes):
                 if self._is_ours(notes):
@@ -630,11 +630,11 @@ class QdrantSource:
         return "notes" in (metadata.get("nobackfill") or {})
 
     def _drop_notes(self, *names: str) -> None:
-        for notes in [notes_name(self._name, name) for name in names]:
+        for notes in [sketches_collection(self._name, name) for name in names]:
             if self._client.collection_exists(notes) and self._is_ours(notes):
                 self._client.delete_collection(notes)
 
-    def notes(self, name: str, keys: Sequence[Any]) -> dict[str, "Note"]:
+    def read_sketches(self, name: str, keys: Sequence[Any]) -> dict[str, "VectorSketch"]:
         """Read the notes on new vectors by id; points without one are left out.
 
         Args:
@@ -647,7 +647,7 @@ class QdrantSource:
             BusyError: the server has too many requests, or another process has opened the folder.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        notes, found = notes_name(self._name, name), list[Any]()
+        notes, found = sketches_collection(self._name, name), list[Any]()
         with translated_errors(notes):
             if not self._client.collection_exists(notes):
                 return {}
@@ -656,11 +656,11 @@ class QdrantSource:
                     notes, list(keys[first : first + _PAGE]), with_vectors=True
                 )
         return {
-            str(one.id): Note(tuple(one.vector), (one.payload or {}).get("text", ""))
+            str(one.id): VectorSketch(tuple(one.vector), (one.payload or {}).get("text", ""))
             for one in found
         }
 
-    def note_flip(self, name: str) -> None:
+    def record_flip(self, name: str) -> None:
         """Record the flip to new vectors: from now on, writers put vectors of this name.
 
         Args:
@@ -692,7 +692,7 @@ class QdrantSource:
             )
         return self.vector
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Record the model of the vectors in the collection's metadata, by its fingerprint.
 
         An earlier model is replaced; the text is not checked.
@@ -783,7 +783,7 @@ class QdrantSource:
             return "finished" if finished else "flipped"
         return "old" if finished or not found else "unknown"
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Take the flip back: remove the new vectors.
 
         A point counts as written since the flip if it has no old vector. It also counts if its new
@@ -791,46 +791,47 @@ class QdrantSource:
         that a writer has put with both vectors keeps the old one.
 
         Args:
-            to: the name of the new vectors.
-            lose: go on where points were written since the flip: they lose their only vector.
+            new_name: the name of the new vectors.
+            allow_loss: go on where points were written since the flip: they lose their only vector.
 
         Returns:
             The number of points that lost their only vector.
 
         Raises:
-            NotFoundError: there are no old vectors, or the collection has not flipped to `to`.
-            InvalidInputError: points were written since the flip, and `lose` is False; nothing is
-                changed; or Qdrant refuses the request.
+            NotFoundError: there are no old vectors, or the collection has not flipped to
+                `new_name`.
+            InvalidInputError: points were written since the flip, and `allow_loss` is False;
+                nothing is changed; or Qdrant refuses the request.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
         """
         vectors, marks = self._config()
-        mark = marks.get(to, {})
+        mark = marks.get(new_name, {})
         old = mark.get("of")
         if old is None or old not in vectors:
             raise NotFoundError(
                 f"collection {self._name}: the collection has no old vectors, so there is no flip "
-                f"to {to!r} to undo"
+                f"to {new_name!r} to undo"
             )
         without_old, stale = 0, list[Any]()
-        for window in self.windows(_PAGE) if to in vectors else ():
-            page = list(self.points(window, [old, to]))
-            both = [one for one in page if {old, to} <= set(one.vector or {})]
-            without_old += sum(to in (one.vector or {}) for one in page) - len(both)
-            notes = self.notes(to, [one.id for one in both])
-            before, after = self.rows_of(both, old), self.rows_of(both, to)
+        for window in self.windows(_PAGE) if new_name in vectors else ():
+            page = list(self.read_points(window, [old, new_name]))
+            both = [one for one in page if {old, new_name} <= set(one.vector or {})]
+            without_old += sum(new_name in (one.vector or {}) for one in page) - len(both)
+            notes = self.read_sketches(new_name, [one.id for one in both])
+            before, after = self.rows_of(both, old), self.rows_of(both, new_name)
             stale += [
                 key
                 for key, name, one, other in zip(
                     before.keys, before.ids, before.vectors, after.vectors, strict=True
                 )
                 if name in notes
-                and notes[name].fits("old", one)
-                and not notes[name].fits("new", other)
+                and notes[name].matches("old", one)
+                and not notes[name].matches("new", other)
             ]
         losses = without_old + len(stale)
-        if losses and not lose:
+        if losses and not allow_loss:
             raise InvalidInputError(
                 f"{self._name}: {losses} points were written since the flip and have no old "
                 "vector; to lose them, run `nobackfill migrate back --yes`"
@@ -838,7 +839,7 @@ class QdrantSource:
         for first in range(0, len(stale), _PAGE):
             with suppress(NotFoundError), translated_errors(self._name):
                 self._client.delete_vectors(self._name, [old], stale[first : first + _PAGE])
-        self._remove(to, vectors)
+        self._remove(new_name, vectors)
         return losses
 
     def drop_old(self) -> None:
@@ -909,7 +910,7 @@ class QdrantSource:
         with translated_errors(self._name):
             return int(self._client.count(self._name, count_filter=has, exact=True).count)
 
-    def rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
+    def read_rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
         """Read the vectors of one name in a window.
 
         Points without the vector are left out. With the metric cosine, vectors are scaled to the
@@ -934,9 +935,9 @@ class QdrantSource:
         none = None
         if missing is not None:
             none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
-        return self.rows_of(list(self.points(window, [vector], where=none)), vector)
+        return self.rows_of(list(self.read_points(window, [vector], where=none)), vector)
 
-    def points(
+    def read_points(
         self, window: Window, vectors: Sequence[str] = (), payload: Sequence[str] = (),
         where: Any = None,
     ) -> Iterator[Any]:  # fmt: skip
@@ -1013,10 +1014,10 @@ class NewNamedVectors:
 
     Attributes:
         flipped: whether the flip was recorded.
-        put_by_writers: whether new vectors of writers stay before the flip.
+        writers_put_new_vectors: whether new vectors of writers stay before the flip.
     """
 
-    at_once = 1
+    concurrent_windows = 1
 
     def __init__(
         self,
@@ -1028,8 +1029,8 @@ class NewNamedVectors:
     ) -> None:
         self._source, self._clients = source, clients
         self._collection, self._target, self.flipped = collection, target, flipped
-        self._notes = notes_name(collection, target.name)
-        self.put_by_writers = not target.reversible
+        self._notes = sketches_collection(collection, target.name)
+        self.writers_put_new_vectors = not target.must_be_reversible
 
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of the points in a window whose new one is missing or stale.
@@ -1044,10 +1045,10 @@ class NewNamedVectors:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        old, new, content = self._source.vector, self._target.name, self._target.content
+        old, new, content = self._source.vector, self._target.name, self._target.content_column
         if self.flipped:
-            return self._source.rows(old, window, missing=new)
-        points = self._source.points(window, [old, new], [content] if content else [])
+            return self._source.read_rows(old, window, missing=new)
+        points = self._source.read_points(window, [old, new], [content] if content else [])
         # The window of a flip is the whole collection: only pending rows fit into memory.
         pages = iter(lambda: list(islice(points, _PAGE)), [])
         parts = [part for page in pages if len(part := self._pending(page))]
@@ -1062,9 +1063,9 @@ class NewNamedVectors:
 
     def _pending(self, points: Sequence[Any]) -> Rows:
         """Return the rows of a page of points that are pending; delete their stale new vectors."""
-        old, new, content = self._source.vector, self._target.name, self._target.content
+        old, new, content = self._source.vector, self._target.name, self._target.content_column
         rows, made = self._source.rows_of(points, old), self._source.rows_of(points, new)
-        notes = self._source.notes(new, [one.id for one in points])
+        notes = self._source.read_sketches(new, [one.id for one in points])
         olds = dict(zip(rows.ids, rows.vectors, strict=True))
         news = dict(zip(made.ids, made.vectors, strict=True))
         versions, stale = dict[str, str](), list[Any]()
@@ -1072,17 +1073,17 @@ class NewNamedVectors:
             name = str(point.id)
             note = notes.get(name)
             version = _text_digest((point.payload or {}).get(content)) if content else ""
-            ours = name in news and note is not None and note.fits("new", news[name])
+            ours = name in news and note is not None and note.matches("new", news[name])
             if name not in olds:
                 # Nothing is left that this vector was computed from.
                 stale += [point.id] if ours else []
             elif name not in news:
                 versions[name] = version
-            elif ours and note is not None and note.fits("old", olds[name]):
-                if note.text != version:
+            elif ours and note is not None and note.matches("old", olds[name]):
+                if note.text_digest != version:
                     versions[name] = version
                     stale.append(point.id)
-            elif ours or not self.put_by_writers:
+            elif ours or not self.writers_put_new_vectors:
                 versions[name] = version
                 stale.append(point.id)
         self._delete(stale)
@@ -1099,7 +1100,7 @@ class NewNamedVectors:
         for first in range(0, len(keys), _PAGE):
             some, name = keys[first : first + _PAGE], self._target.name
             with suppress(NotFoundError), translated_errors(self._collection):
-                self._clients.own.delete_vectors(self._collection, [name], some)
+                self._clients.process_client.delete_vectors(self._collection, [name], some)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors of points, except of those whose old vector has changed.
@@ -1152,13 +1153,13 @@ class NewNamedVectors:
             for name, old in read.items()
         ]
         with translated_errors(self._notes):
-            if not self.flipped or self._clients.own.collection_exists(self._notes):
-                self._clients.own.upsert(self._notes, points)
+            if not self.flipped or self._clients.process_client.collection_exists(self._notes):
+                self._clients.process_client.upsert(self._notes, points)
 
     def _write(
         self, read: dict[str, Vectors], new: dict[str, Vectors], keys: dict[str, Any]
     ) -> None:
-        name, client = self._target.name, self._clients.own
+        name, client = self._target.name, self._clients.process_client
         same = [one for one, is_same in self._same(read).items() if is_same]
         points = [
             models.PointVectors(id=keys[one], vector={name: new[one].tolist()}) for one in same
@@ -1206,7 +1207,7 @@ class NewNamedVectors:
             InvalidInputError: Qdrant refuses the request otherwise.
         """
         yield
-        self._source.note_flip(self._target.name)
+        self._source.record_flip(self._target.name)
         self.flipped = True
 
     def owner_tasks(self) -> list[str]:
@@ -1228,7 +1229,7 @@ class NewNamedVectors:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        return self._source.rows(self._target.name, window)
+        return self._source.read_rows(self._target.name, window)
 
     def count(self) -> int:
         """Count the points that have a new vector.
@@ -1266,20 +1267,20 @@ def _is_own(mark: Mapping[str, str], vectors: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Note:
+class VectorSketch:
     """Projections of a new vector, and of the old vector that it was computed from.
 
     A digest would change with the last bit of a number, which Qdrant does not preserve.
 
     Attributes:
         projections: four of the old vector, and four of the new one.
-        text: digest of the text; empty without one.
+        text_digest: digest of the text; empty without one.
     """
 
     projections: tuple[float, ...]
-    text: str
+    text_digest: str
 
-    def fits(self, part: Literal["old", "new"], vector: Vectors) -> bool:
+    def matches(self, part: Literal["old", "new"], vector: Vectors) -> bool:
         """Return whether the old or the new vector is still the one of the note.
 
         Args:
@@ -1291,7 +1292,7 @@ class Note:
         return bool((np.abs(np.array(noted) - _project(vector)) <= bound).all())
 
 
-def notes_name(collection: str, name: str) -> str:
+def sketches_collection(collection: str, name: str) -> str:
     """Return the collection of the notes on new vectors of a name."""
     plain = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
     # "a.b" and "a_b" may be vectors of one collection.

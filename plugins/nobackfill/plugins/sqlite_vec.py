@@ -120,14 +120,14 @@ class VecColumn:
     metric: str = ""
 
     @property
-    def floats(self) -> bool:
+    def stores_float32(self) -> bool:
         """Return whether vec0 stores float32: it reads no further than `float`, also in float16."""
         return self.role == "vector" and self.type.startswith(("float", "f32"))
 
     @property
-    def size(self) -> int:
+    def vector_bytes(self) -> int:
         """Return the bytes of a vector in its column; 0 for a column of another role."""
-        if self.floats:
+        if self.stores_float32:
             return 4 * self.dim
         return self.dim // 8 if self._bits else self.dim
 
@@ -139,7 +139,7 @@ class VecColumn:
     @property
     def placeholder(self) -> str:
         """Return the SQL expression that inserts a value of this column."""
-        if self.role != "vector" or self.floats:
+        if self.role != "vector" or self.stores_float32:
             return "?"
         return "vec_bit(?)" if self._bits else "vec_int8(?)"
 
@@ -149,9 +149,9 @@ class VecRow:
     """A row: its key, its rowid, its vector, float32 [dim], and its other values by column."""
 
     key: Any
-    place: int
+    rowid: int
     vector: Vectors
-    values: Mapping[str, Any]
+    other_values: Mapping[str, Any]
 
     def digest(self, vector: Vectors | None = None, content: object = None) -> str:
         """Return a digest of the row, with another vector in place of its own.
@@ -163,7 +163,7 @@ class VecRow:
         Returns:
             32 hex digits; the key and the rowid do not count.
         """
-        values = json.dumps(self.values, sort_keys=True, default=repr).encode()
+        values = json.dumps(self.other_values, sort_keys=True, default=repr).encode()
         whole = (self.vector if vector is None else vector).tobytes() + values
         text = b"" if content is None else str(content).encode()
         return hashlib.sha256(whole + text).hexdigest()[:32]
@@ -205,7 +205,7 @@ class VecDatabase:
                 self._local.connection = _connect(self.path)
         return self._local.connection
 
-    def all(self, query: str, *values: object) -> list[Any]:
+    def query_all(self, query: str, *values: object) -> list[Any]:
         """Run a statement and return all its rows; empty for one without rows.
 
         Args:
@@ -220,7 +220,7 @@ class VecDatabase:
         with translate_errors(self.path):
             return list(self.connection.execute(query, values).fetchall())
 
-    def many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
+    def run_for_rows(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         """Run a statement for each row of values; no rows run nothing.
 
         Outside a transaction each row may commit by itself, and earlier ones stay after an error.
@@ -275,7 +275,7 @@ class VecDatabase:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        return int(self.all("PRAGMA data_version")[0][0])
+        return int(self.query_all("PRAGMA data_version")[0][0])
 
     def tables(self) -> dict[str, str]:
         """Return the definitions of tables by name.
@@ -288,7 +288,7 @@ class VecDatabase:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        return dict(self.all("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
+        return dict(self.query_all("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
 
     def rename(self, old: str, new: str) -> None:
         """Rename a vec0 table with the tables behind it, which vec0 itself forgets.
@@ -306,17 +306,17 @@ class VecDatabase:
             InvalidInputError: A table has the new name, or SQLite reports another error.
         """
         # Without it, SQLite writes the new name into triggers and views.
-        before = self.all("PRAGMA legacy_alter_table")[0][0]
-        self.all("PRAGMA legacy_alter_table = ON")
+        before = self.query_all("PRAGMA legacy_alter_table")[0][0]
+        self.query_all("PRAGMA legacy_alter_table = ON")
         try:
             for name in self.tables():
                 end = name.removeprefix(old) if name.startswith(old) else ""
                 if name == old or _SHADOWS.fullmatch(end):
-                    self.all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
+                    self.query_all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
         finally:
-            self.all(f"PRAGMA legacy_alter_table = {int(before)}")
+            self.query_all(f"PRAGMA legacy_alter_table = {int(before)}")
 
-    def facts(self, name: str) -> dict[str, str]:
+    def read_facts(self, name: str) -> dict[str, str]:
         """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing.
 
         Args:
@@ -328,10 +328,10 @@ class VecDatabase:
         """
         if "nobackfill_copies" not in self.tables():
             return {}
-        result = self.all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
+        result = self.query_all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
         return dict(json.loads(result[0][0])) if result else {}
 
-    def note(self, name: str, facts: Mapping[str, str | None]) -> None:
+    def record_facts(self, name: str, facts: Mapping[str, str | None]) -> None:
         """Record facts about a table in place of earlier ones; no facts remove the record.
 
         Facts with the value None or "" are left out. The tables for it are created if they are
@@ -346,9 +346,9 @@ class VecDatabase:
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         self.make_tables()
-        self.all("DELETE FROM nobackfill_copies WHERE name = ?", name)
+        self.query_all("DELETE FROM nobackfill_copies WHERE name = ?", name)
         if facts := {key: one for key, one in facts.items() if one}:
-            self.all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(facts))
+            self.query_all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(facts))
 
     def make_tables(self) -> None:
         """Create the tables of facts and of digests, or give those of an earlier version their
@@ -361,7 +361,7 @@ class VecDatabase:
         """
         old = _ANY in (self.tables().get("nobackfill_items") or "")
         for statement in filter(None, map(str.strip, (_WITH_ANY if old else _OURS).split(";"))):
-            self.all(statement)
+            self.query_all(statement)
 
 
 class VecTable:
@@ -395,7 +395,7 @@ class VecTable:
                 "into a vec0 table, or into a Parquet file"
             )
         self.columns = [_column(one, name) for one in result[1].split(",")]
-        made_by = dict(database.all(f"SELECT key, value FROM {self.shadow('info')}"))
+        made_by = dict(database.query_all(f"SELECT key, value FROM {self.shadow_table('info')}"))
         if not _KNOWN.fullmatch(str(made_by.get("CREATE_VERSION"))):
             raise InvalidInputError(
                 f"{name}: expected a table of sqlite-vec 0.1, found one of "
@@ -404,11 +404,11 @@ class VecTable:
             )
         keys = [one for one in self.columns if one.role == "key"]
         self.key = keys[0].name if keys else "rowid"
-        self.textual = bool(keys) and keys[0].type == "text"
+        self.has_text_key = bool(keys) and keys[0].type == "text"
         vectors = [one for one in self.columns if one.role == "vector"]
-        floats = {one.name: one for one in vectors if one.floats}
+        floats = {one.name: one for one in vectors if one.stores_float32}
         if (vector is None and len(floats) != 1) or (vector is not None and vector not in floats):
-            others = [f"{one.name} {one.type}" for one in vectors if not one.floats]
+            others = [f"{one.name} {one.type}" for one in vectors if not one.stores_float32]
             raise InvalidInputError(
                 f"{name}: expected {'one column' if vector is None else repr(vector)} of float "
                 f"vectors, found {join_few(floats) or 'none'}; name one with --vector"
@@ -420,7 +420,7 @@ class VecTable:
             one.name for one in self.columns if one.role in ("partition", "auxiliary", "metadata")
         ]
 
-    def shadow(self, end: str) -> str:
+    def shadow_table(self, end: str) -> str:
         """Return the quoted name of a table behind this one.
 
         Args:
@@ -440,9 +440,11 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        return int(self.database.all(f"SELECT count(*) FROM {self.shadow('rowids')}")[0][0])
+        return int(
+            self.database.query_all(f"SELECT count(*) FROM {self.shadow_table('rowids')}")[0][0]
+        )
 
-    def definition(self, name: str, dim: int) -> str:
+    def copy_statement(self, name: str, dim: int) -> str:
         """Return the statement that creates a table like this one for other vectors.
 
         Args:
@@ -455,7 +457,7 @@ class VecTable:
         parts = [vector if one == self.vector else one.definition for one in self.columns]
         return f"CREATE VIRTUAL TABLE {_quoted(name)} USING vec0({', '.join(parts)})"
 
-    def places(self, window: Window) -> list[int]:
+    def rowids(self, window: Window) -> list[int]:
         """Return the rowids of a window, in order.
 
         Args:
@@ -466,10 +468,10 @@ class VecTable:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         where, bounds = _within("rowid", window)
-        query = f"SELECT rowid FROM {self.shadow('rowids')} WHERE {where} ORDER BY rowid"
-        return [place for (place,) in self.database.all(query, *bounds)]
+        query = f"SELECT rowid FROM {self.shadow_table('rowids')} WHERE {where} ORDER BY rowid"
+        return [place for (place,) in self.database.query_all(query, *bounds)]
 
-    def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
+    def rowid_by_key(self, keys: Sequence[Any]) -> dict[Any, int]:
         """Return the rowids of keys that exist, by key.
 
         The order is arbitrary.
@@ -481,14 +483,14 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        column = "id" if self.textual else "rowid"
+        column = "id" if self.has_text_key else "rowid"
         query = (
-            f"SELECT {column}, rowid FROM {self.shadow('rowids')} "
+            f"SELECT {column}, rowid FROM {self.shadow_table('rowids')} "
             f"WHERE {column} IN (SELECT value FROM json_each(?))"
         )
-        return dict(self.database.all(query, json.dumps(list(keys))))
+        return dict(self.database.query_all(query, json.dumps(list(keys))))
 
-    def places_of(self, keys: Sequence[Any]) -> list[int]:
+    def rowids_of_keys(self, keys: Sequence[Any]) -> list[int]:
         """Return the rowids of keys that exist, in order.
 
         Args:
@@ -498,12 +500,12 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        return sorted(self.existing(keys).values())
+        return sorted(self.rowid_by_key(keys).values())
 
     def rows(self, places: Sequence[int], *, values: bool = True) -> list[VecRow]:
         """Read rows by rowid, in their order; those that are gone are left out.
 
-        Rows come by increasing rowid, whatever the order of `places`. Vectors are read from vec0's
+        Rows come by increasing rowid, whatever the order of `rowids`. Vectors are read from vec0's
         chunks. Call it in a transaction: a row that is deleted between the statements gives values
         of other rows, or IndexError.
 
@@ -515,8 +517,8 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        listed = self.database.all(
-            f"SELECT rowid, id, chunk_id, chunk_offset FROM {self.shadow('rowids')} "
+        listed = self.database.query_all(
+            f"SELECT rowid, id, chunk_id, chunk_offset FROM {self.shadow_table('rowids')} "
             "WHERE rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid",
             json.dumps(list(places)),
         )
@@ -530,19 +532,19 @@ class VecTable:
         for row, (place, name, _, _) in enumerate(listed):
             vectors = {column: blob[row] for column, blob in blobs.items()}
             vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
-            key = name if self.textual else place
+            key = name if self.has_text_key else place
             result.append(VecRow(key, place, vector, others[row] | vectors))
         return result
 
     def _cut(self, number: int, listed: Sequence[Any]) -> list[bytes]:
         """Cut the vectors of the column `number` out of its chunks."""
-        size, chunks = self._vectors[number].size, dict[int, bytes]()
-        table, result = self.shadow(f"vector_chunks{number:02}"), []
+        size, chunks = self._vectors[number].vector_bytes, dict[int, bytes]()
+        table, result = self.shadow_table(f"vector_chunks{number:02}"), []
         for _, _, chunk, offset in listed:
             if chunk not in chunks:
                 if len(chunks) > 1:
                     chunks.clear()
-                ((chunks[chunk],),) = self.database.all(
+                ((chunks[chunk],),) = self.database.query_all(
                     f"SELECT vectors FROM {table} WHERE rowid = ?", chunk
                 )
             result.append(chunks[chunk][offset * size : (offset + 1) * size])
@@ -556,7 +558,7 @@ class VecTable:
         return [
             dict(zip(self.values, result[0], strict=True))
             for place, name, _, _ in listed
-            if (result := self.database.all(query, name if self.textual else place))
+            if (result := self.database.query_all(query, name if self.has_text_key else place))
         ]
 
     def texts(self, places: Sequence[int], column: str) -> dict[Any, str]:
@@ -573,7 +575,7 @@ class VecTable:
             InvalidInputError: There is no such table or column, or SQLite reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
-        key = "r.id" if self.textual else "r.rowid"
+        key = "r.id" if self.has_text_key else "r.rowid"
         if column in self.values:
             source, name = self.quoted, column
             on = f"t.{_quoted(self.key)} = {key}"
@@ -585,9 +587,9 @@ class VecTable:
                     "for a column of an ordinary table with the same keys"
                 )
             source = _quoted(table)
-            on = f"t.{_quoted(self.key)} = {key}" if self.textual else f"t.rowid = {key}"
-        result = self.database.all(
-            f"SELECT {key}, t.{_quoted(name)} FROM {self.shadow('rowids')} r JOIN {source} t "
+            on = f"t.{_quoted(self.key)} = {key}" if self.has_text_key else f"t.rowid = {key}"
+        result = self.database.query_all(
+            f"SELECT {key}, t.{_quoted(name)} FROM {self.shadow_table('rowids')} r JOIN {source} t "
             f"ON {on} WHERE r.rowid IN (SELECT value FROM json_each(?))",
             json.dumps(list(places)),
         )
@@ -603,7 +605,7 @@ class VecTable:
             ConfigurationError: The file is read-only.
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
-        self.database.many(
+        self.database.run_for_rows(
             f"DELETE FROM {self.quoted} WHERE {_quoted(self.key)} = ?", [(one,) for one in keys]
         )
 
@@ -626,11 +628,11 @@ class VecTable:
 
         def values(row: VecRow, vector: Vectors) -> list[object]:
             return [row.key] + [
-                vector.astype("<f4").tobytes() if one == self.vector else row.values[one.name]
+                vector.astype("<f4").tobytes() if one == self.vector else row.other_values[one.name]
                 for one in others
             ]
 
-        self.database.many(
+        self.database.run_for_rows(
             f"INSERT INTO {self.quoted} ({names}) VALUES ({marks})",
             [values(row, vector) for row, vector in zip(rows, vectors, strict=True)],
         )
@@ -649,7 +651,7 @@ class SqliteVecSource:
         BusyError: Others hold the file for longer than 10 s.
     """
 
-    renames = True
+    flip_renames = True
 
     def __init__(self, path: str, table: str, vector: str | None = None) -> None:
         self._database = VecDatabase(path)
@@ -674,7 +676,7 @@ class SqliteVecSource:
         """
         table = self._table
         metric = _METRICS[table.vector.metric or "l2"]
-        model = self._database.facts(table.name).get("model")
+        model = self._database.read_facts(table.name).get("model")
         columns = tuple(table.values)
         return Facts(f"{table.name}.{self.vector}", table.vector.dim, metric, model, columns)
 
@@ -705,8 +707,8 @@ class SqliteVecSource:
         """
         lower: int | None = None
         while True:
-            last = self._database.all(
-                f"SELECT rowid FROM {self._table.shadow('rowids')} WHERE rowid > ? "
+            last = self._database.query_all(
+                f"SELECT rowid FROM {self._table.shadow_table('rowids')} WHERE rowid > ? "
                 "ORDER BY rowid LIMIT 1 OFFSET ?",
                 -(2**63) if lower is None else lower,
                 rows - 1,
@@ -728,7 +730,7 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
-            rows = self._table.rows(self._table.places(window), values=False)
+            rows = self._table.rows(self._table.rowids(window), values=False)
         return _rows(rows, self._table.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -745,7 +747,7 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
-            result = self._table.texts(self._table.places(window), name)
+            result = self._table.texts(self._table.rowids(window), name)
         return ColumnValues([str(one) for one in result], list(result.values()))
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
@@ -770,7 +772,7 @@ class SqliteVecSource:
             table = VecTable(self._database, new_name, self.vector)
         query, most = np.asarray(vector, "<f4").tobytes(), min(count, _MOST_HITS)
         while True:
-            result = self._database.all(
+            result = self._database.query_all(
                 f"SELECT {_quoted(table.key)}, distance FROM {table.quoted} "
                 f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
                 query,
@@ -796,11 +798,11 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
-            rows = self._table.rows(self._table.places_of(self._keys(ids)), values=False)
+            rows = self._table.rows(self._table.rowids_of_keys(self._keys(ids)), values=False)
         return _rows(rows, self._table.name)
 
     def _keys(self, ids: Sequence[str]) -> list[Any]:
-        if self._table.textual:
+        if self._table.has_text_key:
             return list(ids)
         keys = [int(one) for one in ids if re.fullmatch(r"-?[0-9]{1,19}", one)]
         # SQLite has no other rowids.
@@ -820,17 +822,17 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
-            result = self._table.texts(self._table.places_of(self._keys(ids)), column)
+            result = self._table.texts(self._table.rowids_of_keys(self._keys(ids)), column)
         return {str(key): value for key, value in result.items()}
 
     def close(self) -> None:
         """Do nothing: a connection ends with its thread or with this object."""
 
-    def warnings(self, to: str) -> list[str]:
+    def warnings(self, new_name: str) -> list[str]:
         """Return a sentence about triggers that name this table; empty if there are none.
 
         Args:
-            to: Ignored.
+            new_name: Ignored.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -838,7 +840,7 @@ class SqliteVecSource:
         """
         writers = [
             name
-            for name, sql in self._database.all(
+            for name, sql in self._database.query_all(
                 "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
             )
             if re.search(rf"\b{re.escape(self._table.name)}\b", sql)
@@ -892,13 +894,13 @@ class SqliteVecSource:
                 f"--to: expected a table name of letters, digits and _, got {name!r}"
             )
         with database.transaction():
-            here, facts = database.facts(table.name), database.facts(name)
-            if here.get("map") == target.mark:
+            here, facts = database.read_facts(table.name), database.read_facts(name)
+            if here.get("map") == target.computer_digest:
                 raise InvalidInputError(
                     f"{table.name}: this table holds the vectors of this map already, so nothing "
                     "is left to do"
                 )
-            wanted = {"map": target.mark, "of": table.name, "vector": self.vector}
+            wanted = {"map": target.computer_digest, "of": table.name, "vector": self.vector}
             ours = all(facts.get(key) == value for key, value in wanted.items())
             there = name in database.tables()
             if there and not (ours and "flipped" not in facts):
@@ -908,7 +910,7 @@ class SqliteVecSource:
                 )
             database.make_tables()
             numbers = "SELECT 1 FROM nobackfill_items WHERE map = ? AND typeof(key) <> 'text'"
-            if there and table.textual and database.all(numbers, _items(name, target)):
+            if there and table.has_text_key and database.query_all(numbers, _items(name, target)):
                 raise AlreadyExistsError(
                     f"{table.name}: an earlier version of nobackfill made table {name!r}, and "
                     "noted keys such as '007' as numbers, so that some of its vectors may be stale "
@@ -916,9 +918,11 @@ class SqliteVecSource:
                     "`nobackfill migrate back`, and run the command again"
                 )
             if not there:
-                database.note(name, wanted | {"model": target.model})
-                database.all("DELETE FROM nobackfill_items WHERE map = ?", _items(name, target))
-                database.all(table.definition(name, target.dim))
+                database.record_facts(name, wanted | {"model": target.model})
+                database.query_all(
+                    "DELETE FROM nobackfill_items WHERE map = ?", _items(name, target)
+                )
+                database.query_all(table.copy_statement(name, target.dim))
         copy = VecTable(database, name, self.vector)
         return NewVecTable(database, table, copy, target)
 
@@ -938,18 +942,20 @@ class SqliteVecSource:
         """
         database = self._database
         with database.transaction():
-            facts = database.facts(name)
+            facts = database.read_facts(name)
             if name not in database.tables() or facts.get("of") != self._table.name:
                 return False
             if "flipped" in facts:
                 return False
             self._forget(name, facts)
-            database.all(f"DROP TABLE {_quoted(name)}")
+            database.query_all(f"DROP TABLE {_quoted(name)}")
         return True
 
     def _forget(self, name: str, facts: Mapping[str, str]) -> None:
-        self._database.all("DELETE FROM nobackfill_items WHERE map = ?", f"{name} {facts['map']}")
-        self._database.note(name, {})
+        self._database.query_all(
+            "DELETE FROM nobackfill_items WHERE map = ?", f"{name} {facts['map']}"
+        )
+        self._database.record_facts(name, {})
 
     def count_vectors(self, column: str) -> int:
         """Count the rows of a table of new vectors; 0 if there is no such table.
@@ -964,7 +970,7 @@ class SqliteVecSource:
             return 0
         return VecTable(self._database, column, self.vector).count()
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Record the model of the old vectors, by its fingerprint.
 
         Args:
@@ -976,8 +982,8 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         with self._database.transaction():
-            facts = self._database.facts(self._table.name)
-            self._database.note(self._table.name, facts | {"model": model})
+            facts = self._database.read_facts(self._table.name)
+            self._database.record_facts(self._table.name, facts | {"model": model})
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations out, by a lock file next to the database: SQLite has one writer.
@@ -1003,7 +1009,7 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        facts = self._database.facts(column)
+        facts = self._database.read_facts(column)
         if column not in self._database.tables() or "flipped" in facts:
             return None
         return facts.get("map")
@@ -1016,7 +1022,7 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        facts = self._database.facts(self._table.name)
+        facts = self._database.read_facts(self._table.name)
         return facts.get("map") if "flipped" in facts else None
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
@@ -1040,29 +1046,29 @@ class SqliteVecSource:
     def _before(self) -> str:
         return old_name_after_flip(self._table.name)
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones, in one transaction.
 
         A row counts as written if it is not as the migration made it, or has no old row. A row that
         was deleted since the flip loses its old vector, too, and is not counted.
 
         Args:
-            to: Ignored: the file records the former name.
-            lose: Go on where rows were written since the flip: they lose their only vector.
+            new_name: Ignored: the file records the former name.
+            allow_loss: Go on where rows were written since the flip: they lose their only vector.
 
         Returns:
             The number of rows that lost their vector.
 
         Raises:
             NotFoundError: There are no old vectors.
-            InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
-                changed; or SQLite reports another error.
+            InvalidInputError: Rows were written since the flip, and `allow_loss` is False; nothing
+                is changed; or SQLite reports another error.
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.
         """
         database, table = self._database, self._table
         with database.transaction():
-            facts = database.facts(table.name)
+            facts = database.read_facts(table.name)
             if self._before() not in database.tables() or "flipped" not in facts:
                 raise NotFoundError(
                     f"table {table.name}: no table {self._before()!r}, which a flip leaves with "
@@ -1074,26 +1080,26 @@ class SqliteVecSource:
             )
             items = f"{facts['flipped']} {facts['map']}"
             noted = dict(
-                database.all("SELECT key, made FROM nobackfill_items WHERE map = ?", items)
+                database.query_all("SELECT key, made FROM nobackfill_items WHERE map = ?", items)
             )
             there, seen, stale = _all_keys(old), set[Any](), []
-            for page in _pages(new.places(Window())):
+            for page in _pages(new.rowids(Window())):
                 for row in new.rows(page):
                     seen.add(row.key)
                     if row.key not in there or noted.get(row.key) != row.digest():
                         stale.append(row.key)
-            if stale and not lose:
+            if stale and not allow_loss:
                 raise InvalidInputError(
                     f"{table.name}: {len(stale)} rows were written since the flip and have no old "
                     "vector; to lose them, run `nobackfill migrate back --yes`"
                 )
             # A row that was deleted or changed since the flip has no old vector any more.
             old.delete([key for key in there if key not in seen or key in set(stale)])
-            database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
-            database.all(f"DROP TABLE {table.quoted}")
+            database.query_all("DELETE FROM nobackfill_items WHERE map = ?", items)
+            database.query_all(f"DROP TABLE {table.quoted}")
             database.rename(old.name, table.name)
-            database.note(table.name, database.facts(old.name))
-            database.note(old.name, {})
+            database.record_facts(table.name, database.read_facts(old.name))
+            database.record_facts(old.name, {})
         self._table = VecTable(database, table.name, self.vector)
         return len(stale)
 
@@ -1111,23 +1117,23 @@ class SqliteVecSource:
         """
         database, name = self._database, self._table.name
         with database.transaction():
-            facts = database.facts(name)
+            facts = database.read_facts(name)
             if self._before() not in database.tables():
                 raise NotFoundError(
                     f"table {name}: no table {self._before()!r}, so that there are no old vectors "
                     "to drop"
                 )
             items = f"{facts.get('flipped')} {facts.get('map')}"
-            database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
-            database.note(self._before(), {})
-            database.all(f"DROP TABLE {_quoted(self._before())}")
+            database.query_all("DELETE FROM nobackfill_items WHERE map = ?", items)
+            database.record_facts(self._before(), {})
+            database.query_all(f"DROP TABLE {_quoted(self._before())}")
 
 
 class NewVecTable:
     """The table of the new vectors; implements Flippable."""
 
-    at_once = 1
-    put_by_writers = False
+    concurrent_windows = 1
+    writers_put_new_vectors = False
     flipped = False
 
     def __init__(
@@ -1158,12 +1164,12 @@ class NewVecTable:
         digests: list[str] = []
         stale: list[Any] = []
         with self._database.transaction("DEFERRED"):
-            places = self._source.places(window)
+            places = self._source.rowids(window)
             self._version = self._database.version
             items = self._noted(window)
             for page in _pages(places):
                 result = list(self._digests(page))
-                here = self._copy.existing([row.key for row, _ in result])
+                here = self._copy.rowid_by_key([row.key for row, _ in result])
                 for row, now in result:
                     of = items.pop(row.key, None)
                     if of not in (None, now):
@@ -1183,11 +1189,11 @@ class NewVecTable:
         """Return the digests of the originals of our items in a window, by key."""
         where, bounds = _within("place", window)
         query = f"SELECT key, of FROM nobackfill_items WHERE map = ? AND {where}"
-        return dict(self._database.all(query, self._items, *bounds))
+        return dict(self._database.query_all(query, self._items, *bounds))
 
     def _digests(self, places: Sequence[int]) -> Iterator[tuple[VecRow, str]]:
         """Read rows with the digest of what their new vector is computed from."""
-        rows, content = self._source.rows(places), self._target.content
+        rows, content = self._source.rows(places), self._target.content_column
         texts = {} if content is None else self._source.texts(places, content)
         for row in rows:
             yield row, row.digest(content=texts.get(row.key))
@@ -1198,7 +1204,7 @@ class NewVecTable:
             self._forget(keys)
 
     def _forget(self, keys: Sequence[Any]) -> None:
-        self._database.many(
+        self._database.run_for_rows(
             "DELETE FROM nobackfill_items WHERE map = ? AND key = ?",
             [(self._items, key) for key in keys],
         )
@@ -1227,7 +1233,7 @@ class NewVecTable:
             if self._database.version != self._version:
                 now = {
                     row.key: digest
-                    for page in _pages(sorted(row.place for row in given))
+                    for page in _pages(sorted(row.rowid for row in given))
                     for row, digest in self._digests(page)
                 }
                 same = {row for row in same if now.get(given[row].key) == seen[row]}
@@ -1240,10 +1246,10 @@ class NewVecTable:
         self._pending -= {str(row.key) for row in some}
 
     def _note(self, rows: Sequence[VecRow], vectors: Vectors, digests: Sequence[str]) -> None:
-        self._database.many(
+        self._database.run_for_rows(
             "INSERT OR REPLACE INTO nobackfill_items VALUES (?, ?, ?, ?, ?)",
             [
-                (self._items, row.key, row.place, of, row.digest(vector))
+                (self._items, row.key, row.rowid, of, row.digest(vector))
                 for row, vector, of in zip(rows, vectors, digests, strict=True)
             ],
         )
@@ -1259,7 +1265,7 @@ class NewVecTable:
         """
         with self._database.transaction("DEFERRED"):
             keys = list(self._noted(window))
-            rows = self._copy.rows(self._copy.places_of(keys), values=False)
+            rows = self._copy.rows(self._copy.rowids_of_keys(keys), values=False)
         order = {key: number for number, key in enumerate(keys)}
         return _rows(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
 
@@ -1310,16 +1316,16 @@ class NewVecTable:
             # Rows that writers put into both tables: a change after the flip shows by a digest.
             noted = self._noted(Window())
             ours = [key for key in _all_keys(self._copy) if key not in noted]
-            for page in _pages(self._copy.places_of(ours)):
+            for page in _pages(self._copy.rowids_of_keys(ours)):
                 rows = self._copy.rows(page)
                 vectors = stack_vectors(
                     [row.vector for row in rows], [str(row.key) for row in rows], name
                 )
                 self._note(rows, vectors, [""] * len(rows))
-            facts = database.facts(new)
-            database.note(before, database.facts(name))
-            database.note(new, {})
-            database.note(name, facts | {"flipped": new})
+            facts = database.read_facts(new)
+            database.record_facts(before, database.read_facts(name))
+            database.record_facts(new, {})
+            database.record_facts(name, facts | {"flipped": new})
             database.rename(name, before)
             database.rename(new, name)
 
@@ -1361,7 +1367,7 @@ def _connect(path: str) -> Any:
 
 def _items(name: str, target: Target) -> str:
     """Return the name under which the items of a copy are noted."""
-    return f"{name} {target.mark}"
+    return f"{name} {target.computer_digest}"
 
 
 def _within(column: str, window: Window) -> tuple[str, list[object]]:
@@ -1373,8 +1379,13 @@ def _within(column: str, window: Window) -> tuple[str, list[object]]:
 
 
 def _all_keys(table: VecTable) -> set[Any]:
-    column = "id" if table.textual else "rowid"
-    return {key for (key,) in table.database.all(f"SELECT {column} FROM {table.shadow('rowids')}")}
+    column = "id" if table.has_text_key else "rowid"
+    return {
+        key
+        for (key,) in table.database.query_all(
+            f"SELECT {column} FROM {table.shadow_table('rowids')}"
+        )
+    }
 
 
 def _pages(places: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -1401,7 +1412,7 @@ def _column(definition: str, table: str) -> VecColumn:
             return VecColumn(name, role, kind, text)
         metric = (result[4] or "").lower()
         one = VecColumn(name, role, kind, text, int(result[3]), metric)
-        if one.floats and metric and metric not in _METRICS:
+        if one.stores_float32 and metric and metric not in _METRICS:
             break
         return one
     raise InvalidInputError(

@@ -61,12 +61,12 @@ class DualAnswer:
 
     Attributes:
         hits: best first.
-        native: the share of the ranked candidates that have a native vector, 0 to 1; 0 without any
-            candidate.
+        native_share: the share of the ranked candidates that have a native vector, 0 to 1; 0
+            without any candidate.
     """
 
     hits: list[DualHit]
-    native: float
+    native_share: float
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,17 @@ class ReembeddingProgress:
     """The progress of re-embedding over all processes, and the cost of this process.
 
     Attributes:
-        items: items of the store.
-        native: items with a native vector.
-        today: items claimed today (UTC).
-        a_day: the daily limit; None without re-embedding.
+        gallery_items: items of the store.
+        native_items: items with a native vector.
+        claimed_today: items claimed today (UTC).
+        daily_limit: the daily limit; None without re-embedding.
         cost: totals of this process.
     """
 
-    items: int
-    native: int
-    today: int
-    a_day: int | None
+    gallery_items: int
+    native_items: int
+    claimed_today: int
+    daily_limit: int | None
     cost: EmbeddingCost
 
 
@@ -177,7 +177,7 @@ class Dual:
         check_same_model(
             new_map.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder"
         )
-        if embedder.reads.startswith(QUERIES):
+        if embedder.text_role.startswith(QUERIES):
             raise InvalidInputError(
                 "embedder: expected one that embeds items (documents), got one that embeds "
                 "queries, and this model embeds them differently; open the embedder for items"
@@ -323,7 +323,7 @@ class Dual:
             count_new = len(self._natives) - count_before
             if (
                 count_new >= count
-                or self._natives.count_claimed(today_utc()) >= self._reembedder.limits.a_day
+                or self._natives.count_claimed(today_utc()) >= self._reembedder.limits.items_per_day
             ):
                 break
         return max(0, count_new)
@@ -382,7 +382,7 @@ class Dual:
         """Count the items of the store and their native vectors.
 
         Returns:
-            The counts; `a_day` is None and the cost 0 without re-embedding. `cost` goes on
+            The counts; `daily_limit` is None and the cost 0 without re-embedding. `cost` goes on
             counting.
 
         Raises:
@@ -394,7 +394,7 @@ class Dual:
             self._source.count(),
             len(self._natives),
             self._natives.count_claimed(today_utc()),
-            None if reembedder is None else reembedder.limits.a_day,
+            None if reembedder is None else reembedder.limits.items_per_day,
             EmbeddingCost() if reembedder is None else reembedder.cost,
         )
 

@@ -70,9 +70,9 @@ class SourceReembedding(Reembedding[ItemVersion]):
         natives: NativeVectorFile,
         limits: ReembeddingLimits,
     ) -> None:
-        if embedder.kind not in (None, items.kind):
+        if embedder.input_kind not in (None, items.kind):
             raise InvalidInputError(
-                f"source of items: expected {embedder.kind}s, which the model reads, got "
+                f"source of items: expected {embedder.input_kind}s, which the model reads, got "
                 f"{items.kind}s; name another source, or another model"
             )
         super().__init__(items, limits, natives)

@@ -35,16 +35,18 @@ class OddsLine:
     Attributes:
         slope: log-odds of a match for one standard deviation of nearness.
         intercept: log-odds at nearness 0.
-        share: weight of an item's nearness as a migrated item; 0 ignores it.
+        migrated_weight: weight of an item's nearness as a migrated item; 0 ignores it.
     """
 
     slope: float = 1.0
     intercept: float = 0.0
-    share: float = 0.0
+    migrated_weight: float = 0.0
 
     def __call__(self, nearness: Block, carried: Block) -> Block:
         odds = self.slope * nearness + self.intercept
-        return np.asarray(odds + self.share * carried if self.share else odds, np.float32)
+        return np.asarray(
+            odds + self.migrated_weight * carried if self.migrated_weight else odds, np.float32
+        )
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class LedgerFile(Generic[Key]):
     """
 
     # Statements to run when the file is opened.
-    opening = """
+    schema_statements = """
 CREATE TABLE IF NOT EXISTS claim (
     id TEXT PRIMARY KEY, process INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wanted (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
@@ -297,7 +297,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             )
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self.synchronous}")
-            for statement in self.opening.split(";")[:-1]:
+            for statement in self.schema_statements.split(";")[:-1]:
                 connection.execute(statement)
             undo.pop_all()
         return connection

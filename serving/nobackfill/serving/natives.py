@@ -59,14 +59,14 @@ class NativeVectorFile(LedgerFile[ItemVersion]):
         DamagedError, CannotWriteError, BusyError: the file cannot be used.
     """
 
-    opening = (
+    schema_statements = (
         """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS native (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, seen BLOB NOT NULL,
     vector BLOB NOT NULL);
 """
-        + LedgerFile.opening
+        + LedgerFile.schema_statements
     )
 
     def __init__(self, path: Path, fingerprint: str, dim: int) -> None:

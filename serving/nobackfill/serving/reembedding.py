@@ -118,20 +118,20 @@ class ReembeddingLimits:
     """Limits of re-embedding.
 
     Attributes:
-        seconds: how long a query waits; 0 does not wait.
-        bytes_a_query: bytes that one query may read.
-        bytes_an_item: bytes that one item may have.
-        concurrency: batches at once, 1 or more.
-        batch: items of a batch, 1 or more.
-        a_day: items a day (UTC), over all processes; 0 only queues them.
+        wait_seconds: how long a query waits; 0 does not wait.
+        bytes_per_query: bytes that one query may read.
+        bytes_per_item: bytes that one item may have.
+        concurrent_batches: batches at once, 1 or more.
+        batch_size: items of a batch, 1 or more.
+        items_per_day: items a day (UTC), over all processes; 0 only queues them.
     """
 
-    seconds: float = 1.0
-    bytes_a_query: int = 64 << 20
-    bytes_an_item: int = 32 << 20
-    concurrency: int = 4
-    batch: int = 8
-    a_day: int = 100_000
+    wait_seconds: float = 1.0
+    bytes_per_query: int = 64 << 20
+    bytes_per_item: int = 32 << 20
+    concurrent_batches: int = 4
+    batch_size: int = 8
+    items_per_day: int = 100_000
 
 
 @dataclass
@@ -139,17 +139,17 @@ class EmbeddingCost:
     """Totals of re-embedding in this process.
 
     Attributes:
-        embedded: items that were embedded and stored.
-        failed: items that failed or that their source lacks.
+        embedded_items: items that were embedded and stored.
+        failed_items: items that failed or that their source lacks.
         seconds: time of all threads together.
-        bytes: bytes read from the source.
+        bytes_read: bytes read from the source.
         last_failure: class and message of the last error; empty if there was none.
     """
 
-    embedded: int = 0
-    failed: int = 0
+    embedded_items: int = 0
+    failed_items: int = 0
     seconds: float = 0.0
-    bytes: int = 0
+    bytes_read: int = 0
     last_failure: str = ""
 
 
@@ -209,7 +209,7 @@ class Reembedding(ABC, Generic[Key]):
         self._claims_ended = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
         # A source may hang for ever, so closing must not wait for its thread.
-        self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
+        self._threads = DaemonThreads(limits.concurrent_batches, "nobackfill-embed")
         self.cost = EmbeddingCost()
 
     @abstractmethod
@@ -290,7 +290,9 @@ class Reembedding(ABC, Generic[Key]):
             UnavailableError: the ledger's database does not answer.
             Exception: any other error of the ledger.
         """
-        patience = self.limits.seconds if seconds is None else min(seconds, self.limits.seconds)
+        patience = (
+            self.limits.wait_seconds if seconds is None else min(seconds, self.limits.wait_seconds)
+        )
         deadline = time.monotonic() + patience
         pending = self._begin(names)
         wait(pending, timeout=max(0.0, deadline - time.monotonic()))
@@ -362,17 +364,17 @@ class Reembedding(ABC, Generic[Key]):
         try:
             if beyond:
                 self.claim(beyond, 0)
-            return self.claim(idle, self.limits.a_day) if idle else ()
+            return self.claim(idle, self.limits.items_per_day) if idle else ()
         except (BusyError, CannotWriteError) as error:
             self.record_failure(error)
             return ()
 
     def _submit(self, names: Mapping[Key, str]) -> None:
         """Start claimed items in batches; give up the claims of those that no thread can take."""
-        bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
+        bytes_, keys = _Bytes(self.limits.bytes_per_query), list(names)
         with self._lock:
             while keys and not self._refuses:
-                part = {key: names[key] for key in keys[: self.limits.batch]}
+                part = {key: names[key] for key in keys[: self.limits.batch_size]}
                 try:
                     future = self._threads.submit(partial(self._work, part, bytes_))
                 except RuntimeError as error:
@@ -380,7 +382,7 @@ class Reembedding(ABC, Generic[Key]):
                     self.record_failure(error)
                     break
                 future.add_done_callback(self._callback(list(part)))
-                del keys[: self.limits.batch]
+                del keys[: self.limits.batch_size]
         if keys:
             self._postpone(keys)
             self._end(keys)
@@ -420,8 +422,8 @@ class Reembedding(ABC, Generic[Key]):
         finally:
             failures = [key for key in names if key not in finished and key not in read.unread]
             with self._lock:
-                self.cost.embedded += len(finished)
-                self.cost.failed += len(failures)
+                self.cost.embedded_items += len(finished)
+                self.cost.failed_items += len(failures)
                 self.cost.seconds += time.perf_counter() - start
             if self.backoff is not None:
                 self.backoff.back_off([key for key in failures if key not in read.missing])
@@ -435,7 +437,7 @@ class Reembedding(ABC, Generic[Key]):
         """Read items until the query's bytes are used up."""
         contents: dict[Key, str | bytes] = {}
         missing, keys = list[Key](), list(names)
-        item_limit = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
+        item_limit = min(self.limits.bytes_per_item, self.limits.bytes_per_query)
         for number, (key, name) in enumerate(names.items()):
             most = min(item_limit, bytes_.remaining)
             if most <= 0 or self._refuses:
@@ -455,6 +457,6 @@ class Reembedding(ABC, Generic[Key]):
             size = len(item.encode() if isinstance(item, str) else item)
             bytes_.take(size)
             with self._lock:
-                self.cost.bytes += size
+                self.cost.bytes_read += size
             contents[key] = item
         return _BatchRead(contents, missing, [])

@@ -28,15 +28,15 @@ class Embedder(Protocol):
 
     Attributes:
         fingerprint: The digest that identifies the model; models of one dimension differ in it.
-        kind: The kind of item that it reads, "image" or "text"; None for any.
-        reads: For a model that encodes documents and queries in two ways, the role in which this
-            object reads texts: "documents", "queries", or "queries by " and the fingerprint of a
-            query encoder. Empty for a model that encodes all texts in one way.
+        input_kind: The kind of item that it reads, "image" or "text"; None for any.
+        text_role: For a model that encodes documents and queries in two ways, the role in which
+            this object reads texts: "documents", "queries", or "queries by " and the fingerprint
+            of a query encoder. Empty for a model that encodes all texts in one way.
     """
 
     fingerprint: str
-    kind: InputKind | None
-    reads: str
+    input_kind: InputKind | None
+    text_role: str
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Embed items in one call of the model.
@@ -169,9 +169,9 @@ class QueryEmbedder:
 
     def __init__(self, model: Embedder, encoder: Embedder) -> None:
         self._encoder = encoder
-        self.kind: InputKind | None = encoder.kind
+        self.input_kind: InputKind | None = encoder.input_kind
         self.fingerprint = model.fingerprint
-        self.reads = f"{QUERIES} by {encoder.fingerprint}"
+        self.text_role = f"{QUERIES} by {encoder.fingerprint}"
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Embed queries by the query encoder.
@@ -212,8 +212,8 @@ class PythonFunction:
         InvalidInputError: The name leads to no function, or FINGERPRINT is no text or empty.
     """
 
-    kind: InputKind | None = None
-    reads = ""
+    input_kind: InputKind | None = None
+    text_role = ""
 
     def __init__(self, name: str) -> None:
         module, _, function = name.partition(":")

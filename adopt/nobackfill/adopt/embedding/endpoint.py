@@ -84,8 +84,8 @@ class Endpoint:
         ConfigurationError: The address has another form, or holds a password.
     """
 
-    kind: InputKind | None = "text"
-    reads = ""
+    input_kind: InputKind | None = "text"
+    text_role = ""
 
     def __init__(
         self, url: str, model: str, *, patience: float = 120.0, timeout: float = 60.0

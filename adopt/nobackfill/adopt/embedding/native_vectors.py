@@ -44,20 +44,20 @@ _TRIED = 32
 _HOPELESS = 100
 
 
-class Contents(Protocol):
+class Originals(Protocol):
     """The originals of a store's items, which a model embeds.
 
     Attributes:
         kind: "text" or "image".
-        name: Name of the column, or absolute path of the folder or file, that holds them.
+        column_or_path: Name of the column, or absolute path of the folder or file, that holds them.
         column: The column of the store; None if they are outside the store.
     """
 
     kind: InputKind
-    name: str
+    column_or_path: str
     column: str | None
 
-    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+    def read_rows(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         """Return the texts, or paths of images, of some rows by id.
 
         Args:
@@ -76,7 +76,7 @@ class Contents(Protocol):
 
 
 class ColumnTexts:
-    """The Contents of a column of the same store; each call of `of` reads them.
+    """The Contents of a column of the same store; each call of `read_rows` reads them.
 
     Args:
         source: The store.
@@ -87,10 +87,10 @@ class ColumnTexts:
 
     def __init__(self, source: Source, column: str) -> None:
         self._source, self._column = source, column
-        self.name = column
+        self.column_or_path = column
         self.column: str | None = column
 
-    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+    def read_rows(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         """Read the texts of rows from the column, by id; rows without a text are left out.
 
         The order is arbitrary. A store that cannot read by id reads the column of the whole window.
@@ -110,7 +110,7 @@ class ColumnTexts:
         return {name: text for name, text in pairs if name in wanted}
 
 
-class ListedContents:
+class ListedOriginals:
     """The Contents of a file of texts or a folder of images, with the ids of the store.
 
     Args:
@@ -121,10 +121,10 @@ class ListedContents:
     column: str | None = None
 
     def __init__(self, items: ItemList, path: Path) -> None:
-        self.kind, self.name = items.kind, contents_name(None, str(path))
-        self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
+        self.kind, self.column_or_path = items.kind, originals_name(None, str(path))
+        self._values: dict[str, str | Path] = dict(zip(items.ids, items.contents, strict=True))
 
-    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+    def read_rows(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         """Return the texts, or paths, of rows by id; rows that the list lacks are left out.
 
         Files that were deleted since the list was made are not left out.
@@ -133,7 +133,7 @@ class ListedContents:
         return {name: self._values[name] for name in rows.ids if name in self._values}
 
 
-def contents_name(column: str | None, items: str | None) -> str:
+def originals_name(column: str | None, items: str | None) -> str:
     """Return the name of the originals for `native_vector_digest`.
 
     Args:
@@ -162,7 +162,7 @@ def native_vector_digest(model: str, contents: str) -> str:
     return hashlib.sha256(f"native\0{model}\0{contents}".encode()).hexdigest()
 
 
-def open_contents(source: Source, column: str | None, items: str | None) -> Contents:
+def open_originals(source: Source, column: str | None, items: str | None) -> Originals:
     """Open the originals of a store's items.
 
     Args:
@@ -188,7 +188,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
             "texts or images that the new model embeds"
         )
     if items is not None:
-        return ListedContents(read_items(items, column="text"), Path(items))
+        return ListedOriginals(read_items(items, column="text"), Path(items))
     assert column is not None
     _check_column(source, column)
     return ColumnTexts(source, column)
@@ -234,7 +234,7 @@ class VectorFolder:
     def __init__(self, path: Path) -> None:
         self._source = ParquetSource(path)
         facts = self._source.facts()
-        if self._source.reads().startswith(QUERIES):
+        if self._source.text_role().startswith(QUERIES):
             raise InvalidInputError(
                 f"{path}: expected vectors of the items, got vectors of queries; give a folder of "
                 "`nobackfill embed` without --queries"
@@ -297,20 +297,20 @@ class NativeVectorComputer:
 
     Attributes:
         model: Fingerprint of the new model.
-        missing: For each item without a new vector, its id and the reason.
+        missing_reasons: For each item without a new vector, its id and the reason.
     """
 
-    window = WINDOW_ROWS
+    window_rows = WINDOW_ROWS
 
     def __init__(
         self,
-        contents: Contents,
+        contents: Originals,
         dim: int,
         *,
         embedder: Embedder | None = None,
         folder: VectorFolder | None = None,
         natives: NativeVectorFile | None = None,
-        directions: bool = False,
+        ignores_norms: bool = False,
         batch: int = 32,
         pause: Callable[[], None] | None = None,
     ) -> None:
@@ -322,7 +322,7 @@ class NativeVectorComputer:
             embedder: The new model; None to use stored vectors alone.
             folder: Vectors that `nobackfill embed` wrote; None: none.
             natives: Vectors of lazy re-embedding, and the items that searches returned; None: none.
-            directions: Whether to normalise every vector, as the store does.
+            ignores_norms: Whether to normalise every vector, as the store does.
             batch: Number of items that the model gets at a time.
             pause: Called before each window; an error that it raises ends the run. None: no call.
 
@@ -340,15 +340,15 @@ class NativeVectorComputer:
                 "neither"
             )
         check_same_model(models[0], models[-1], "--with and --vectors")
-        if embedder is not None and embedder.kind not in (None, contents.kind):
+        if embedder is not None and embedder.input_kind not in (None, contents.kind):
             raise InvalidInputError(
-                f"the model of --with reads {embedder.kind}s, but the items are {contents.kind}s; "
-                "give other items (--column, --items) or another model"
+                f"the model of --with reads {embedder.input_kind}s, but the items are "
+                f"{contents.kind}s; give other items (--column, --items) or another model"
             )
         self.model: str = models[0]
-        self.missing: dict[str, str] = {}
+        self.missing_reasons: dict[str, str] = {}
         self._contents, self._dim, self._embedder, self._batch = contents, dim, embedder, batch
-        self._folder, self._natives, self._directions = folder, natives, directions
+        self._folder, self._natives, self._directions = folder, natives, ignores_norms
         self._pause = pause
         # Ids that `first_ids` returned because searches wanted them, and the last id that it
         # returned because the file has its vector; None after the last one.
@@ -385,14 +385,14 @@ class NativeVectorComputer:
         return Target(
             name,
             self._dim,
-            native_vector_digest(self.model, self._contents.name),
+            native_vector_digest(self.model, self._contents.column_or_path),
             self.model,
             self._contents.column,
-            native=True,
-            reversible=reversible,
+            is_native=True,
+            must_be_reversible=reversible,
         )
 
-    def first_ids(self) -> list[str]:
+    def priority_ids(self) -> list[str]:
         """Return ids whose vectors to write next, before all others.
 
         First come the items of which lazy re-embedding stored vectors, then the items that searches
@@ -418,13 +418,13 @@ class NativeVectorComputer:
         self._wanted.update(ids)
         return ids
 
-    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+    def compute(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the native vectors of pending rows.
 
-        New vectors of items that `first_ids` returned because searches want them are also stored in
-        the file of lazy re-embedding. Searches then use them at once.
+        New vectors of items that `priority_ids` returned because searches want them are also
+        stored in the file of lazy re-embedding. Searches then use them at once.
 
-        `missing` grows; the caller clears it.
+        `missing_reasons` grows; the caller clears it.
 
         Args:
             rows: Rows of the store, with their old vectors.
@@ -432,7 +432,7 @@ class NativeVectorComputer:
 
         Returns:
             The m rows that have a new vector, and the vectors, float32 [m, dim]. The others are in
-            `missing`, with the reason.
+            `missing_reasons`, with the reason.
 
         Raises:
             InvalidInputError: Vectors have several dimensions, or none of the first 100 items or
@@ -450,12 +450,14 @@ class NativeVectorComputer:
         """
         if self._pause is not None:
             self._pause()
-        values = self._contents.of(rows, window)
-        self.missing |= {name: "it has no text or image" for name in rows.ids if name not in values}
+        values = self._contents.read_rows(rows, window)
+        self.missing_reasons |= {
+            name: "it has no text or image" for name in rows.ids if name not in values
+        }
         vectors = self._reused(rows, values)
         rest = [name for name in rows.ids if name in values and name not in vectors]
         if rest and self._embedder is None:
-            self.missing |= dict.fromkeys(
+            self.missing_reasons |= dict.fromkeys(
                 rest, "the folder of --vectors has no vector of its present content"
             )
         elif rest:
@@ -474,7 +476,7 @@ class NativeVectorComputer:
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _select(rows, places), normalise(made) if self._directions else made
 
-    def repeat(self, rows: Rows) -> None:
+    def recompute(self, rows: Rows) -> None:
         """Return None, because to embed items again costs as much as the first time.
 
         So `carry` compares only the vectors of its own run.
@@ -508,7 +510,7 @@ class NativeVectorComputer:
         assert self._embedder is not None
         contents = [values[name] for name in ids]
         items = ItemList(self._contents.kind, ids, contents)  # type: ignore[arg-type]
-        run = EmbeddingRun(items, self._embedder, self._batch, self.missing.__setitem__)
+        run = EmbeddingRun(items, self._embedder, self._batch, self.missing_reasons.__setitem__)
         by_id: dict[str, Vectors] = {}
         started = time.perf_counter()
         for some, vectors in run.embed(range(len(ids))):
@@ -519,14 +521,14 @@ class NativeVectorComputer:
             name = ids[-1]
             raise InvalidInputError(
                 f"none of the first {len(ids)} items could be embedded; the reason for {name!r} "
-                f"is: {self.missing[name]}. Correct --with, or --column or --items"
+                f"is: {self.missing_reasons[name]}. Correct --with, or --column or --items"
             )
         return by_id
 
 
 def open_native_vectors(
     source: Source,
-    contents: Contents,
+    contents: Originals,
     *,
     model: str | None = None,
     model_name: str | None = None,
@@ -587,16 +589,16 @@ def open_native_vectors(
         embedder=embedder,
         folder=stored,
         natives=known,
-        directions=facts.normalises,
+        ignores_norms=facts.normalises,
         pause=pause,
     )
 
 
-def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
+def _dimension(source: Source, contents: Originals, embedder: Embedder) -> int:
     """Embed items one by one until one succeeds, and return the dimension of its vector."""
     for window in source.windows(WINDOW_ROWS):
         rows = source.read(window)
-        values = list(contents.of(rows, window).items())
+        values = list(contents.read_rows(rows, window).items())
         for name, value in values[:_TRIED]:
             items = ItemList(contents.kind, [name], [value])  # type: ignore[arg-type]
             for _, vectors in EmbeddingRun(items, embedder, 1, None).embed([0]):

@@ -208,19 +208,19 @@ class OnnxModel:
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         # Sizes that the graph fixes: items in one run, and tokens of a text.
         self._batch, self._tokens = _fixed(self._inputs, 0), _fixed(self._inputs, 1)
-        self.kind: InputKind | None = "text" if "input_ids" in self._inputs else "image"
+        self.input_kind: InputKind | None = "text" if "input_ids" in self._inputs else "image"
         self._elsewhere = files is not None
         self._tokenizer: BatchTokenizer | None = None
         self._pixels: ImageInput | None = None
-        if self.kind == "image":
+        if self.input_kind == "image":
             self._declared, self._pixels = self._image_reading(pixels or {})
-            self.fingerprint, self.reads = fingerprint_model(weights, self._declared), ""
+            self.fingerprint, self.text_role = fingerprint_model(weights, self._declared), ""
         else:
             files = files or self._text_files(weights, pixels or {})
             own = files["query" if queries else "document"]
             self._declared = own.settings
             self._tokenizer = self._tokenizing(own.tokenizer)
-            self.fingerprint, self.reads = fingerprint_and_role(files, queries=queries)
+            self.fingerprint, self.text_role = fingerprint_and_role(files, queries=queries)
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
 

@@ -49,7 +49,7 @@ class StaticModel:
         OSError: A file of the model cannot be read.
     """
 
-    kind: InputKind | None = "text"
+    input_kind: InputKind | None = "text"
 
     def __init__(
         self, files: RoleFiles, *, queries: bool, model2vec: Model2vecConfig | None = None
@@ -79,7 +79,7 @@ class StaticModel:
             )
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
-        self.fingerprint, self.reads = fingerprint_and_role(files, queries=queries)
+        self.fingerprint, self.text_role = fingerprint_and_role(files, queries=queries)
 
     @property
     def declared(self) -> dict[str, object]:

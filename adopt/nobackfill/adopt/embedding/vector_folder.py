@@ -53,15 +53,15 @@ class ItemList:
     Attributes:
         kind: "image" or "text".
         ids: Unique ids, at least one.
-        values: Texts, or paths of images, in the order of `ids`.
-        others: Number of files in a folder of images that were left out: hidden, or not named as
-            images.
+        contents: Texts, or paths of images, in the order of `ids`.
+        skipped_files: Number of files in a folder of images that were left out: hidden, or not
+            named as images.
     """
 
     kind: InputKind
     ids: list[str]
-    values: list[str] | list[Path]
-    others: int = 0
+    contents: list[str] | list[Path]
+    skipped_files: int = 0
 
 
 def read_items(
@@ -114,7 +114,7 @@ def read_items(
         files = sorted(p for p in every if _is_picture(p, path))
         names = [p.relative_to(path).as_posix() for p in files]
         images = _wanted("image", names, files, only, address)
-        return replace(images, others=len(every) - len(files))
+        return replace(images, skipped_files=len(every) - len(files))
     else:
         found = _column_texts(_source(address, key, vector, where), column, only)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
@@ -267,10 +267,10 @@ def embed_into(
         NotPermittedError: An endpoint refuses the key.
         UnicodeEncodeError: A text has a lone surrogate; `read_items` refuses such texts.
     """
-    if embedder.kind not in (None, items.kind):
+    if embedder.input_kind not in (None, items.kind):
         raise InvalidInputError(
-            f"the model of --with reads {embedder.kind}s, but the items are {items.kind}s; give "
-            "other items or another model"
+            f"the model of --with reads {embedder.input_kind}s, but the items are {items.kind}s; "
+            "give other items or another model"
         )
     make_dir(folder)
     remove_temporary_files(folder)
@@ -283,7 +283,7 @@ def embed_into(
         vectors: list[Vectors] = []
         part = rest[first : first + PART_ITEMS]
         # Before the model reads a file: one that is replaced meanwhile has another digest.
-        contents = {row: _digest_or_empty(items.values[row]) for row in part}
+        contents = {row: _digest_or_empty(items.contents[row]) for row in part}
         started = time.perf_counter()
         try:
             for rows, made in run.embed(part):
@@ -369,7 +369,7 @@ class EmbeddingRun:
                 self._batch = max(sizes)
 
     def _halved(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
-        values = [self._items.values[row] for row in rows]
+        values = [self._items.contents[row] for row in rows]
         try:
             vectors = self._embedder.embed(values)  # type: ignore[arg-type]
         except UnusableItemsError as error:
@@ -395,7 +395,7 @@ class EmbeddingRun:
     def _refused(self, row: int, error: UnusableItemsError) -> None:
         self.attempted_count += 1
         if self._refuse is not None:
-            why = str(error).removeprefix(f"{self._items.values[row]}: ")
+            why = str(error).removeprefix(f"{self._items.contents[row]}: ")
             self._refuse(self._items.ids[row], why)
         if self.embedded_count == 0 and self.attempted_count >= _HOPELESS:
             raise InvalidInputError(
@@ -413,8 +413,8 @@ def _write(
     seconds: float,
 ) -> None:
     metadata = {MODEL: embedder.fingerprint.encode(), SECONDS_KEY: f"{seconds:.6g}".encode()}
-    if embedder.reads:
-        metadata[ROLE_KEY] = embedder.reads.encode()
+    if embedder.text_role:
+        metadata[ROLE_KEY] = embedder.text_role.encode()
     joined = np.concatenate(vectors)
     others = {CONTENT_DIGEST_COLUMN: pa.array(digests)}
     write_file(
@@ -439,13 +439,14 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
             f"{folder}: holds vectors of another model, or of the same model with other settings; "
             "write the vectors of each model into a folder of its own (--out)"
         )
-    if source.reads() != embedder.reads:
+    if source.text_role() != embedder.text_role:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of {source.reads()[:30] or 'texts of any role'}, expected "
-            f"{embedder.reads[:30] or 'texts of any role'}; write the vectors of queries into a "
-            "folder of their own (--out)"
+            f"{folder}: holds vectors of {source.text_role()[:30] or 'texts of any role'}, "
+            "expected "
+            f"{embedder.text_role[:30] or 'texts of any role'}; write the vectors of queries into "
+            "a folder of their own (--out)"
         )
-    values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
+    values: dict[str, str | Path] = dict(zip(items.ids, items.contents, strict=True))
     present: set[str] = set()
     for file in files:
         present |= _unchanged(file, values)

@@ -182,7 +182,7 @@ class ArraySource:
             CannotWriteError: The folder cannot be written.
         """
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
-        mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
+        mark = {"map": target.computer_digest, "dim": target.dim, "rows": len(self._ids)}
         earlier = _mark(self._folder, target.name)
         # An early version wrote no model.
         found = None if earlier is None else {key: earlier.get(key) for key in mark}
@@ -241,7 +241,7 @@ class ArrayTarget:
         target: The name and the dimension of the new vectors.
     """
 
-    at_once = 1
+    concurrent_windows = 1
 
     def __init__(
         self, source: ArraySource, folder: Path, parts: Path, final: Path, target: Target

@@ -36,13 +36,13 @@ class Record:
     Attributes:
         key: Its key in the store's own type.
         vector: Its vector, float32 [dim].
-        values: Its other values by name.
+        other_values: Its other values by name.
         partition: Its part of the collection; "" where the collection has no parts.
     """
 
     key: Any
     vector: Vectors
-    values: Mapping[str, Any]
+    other_values: Mapping[str, Any]
     partition: str = ""
 
     @cached_property
@@ -53,11 +53,11 @@ class Record:
         count. Numbers that JSON writes alike are equal; a value that JSON does not know counts by
         its repr, an array by its values.
         """
-        values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
+        values = json.dumps(self.other_values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
         return hashlib.sha256(whole).hexdigest()[:DIGEST]
 
-    def note(self, vector: Vectors) -> str:
+    def copy_origin(self, vector: Vectors) -> str:
         """Return what a copy of the item with another vector records in `OF`.
 
         Args:
@@ -66,10 +66,10 @@ class Record:
         Returns:
             The digest of the item, then the sketch of the vector.
         """
-        return self.digest + sketch(vector)
+        return self.digest + sketch_vector(vector)
 
 
-def sketch(vector: Vectors) -> str:
+def sketch_vector(vector: Vectors) -> str:
     """Return a few fixed projections of a vector as text, by which `is_like` knows it again.
 
     A digest would change with the last bit of a number, which some stores do not preserve.
@@ -80,7 +80,7 @@ def sketch(vector: Vectors) -> str:
     return " ".join(f"{one:.7e}" for one in (_axes(len(vector)) @ vector.astype(np.float64)))
 
 
-def is_like(vector: Vectors, sketched: str) -> bool:
+def matches_sketch(vector: Vectors, sketched: str) -> bool:
     """Tell whether a vector is the one of a sketch, but for the last bits of its numbers.
 
     Args:
@@ -89,7 +89,7 @@ def is_like(vector: Vectors, sketched: str) -> bool:
     """
     if not sketched:
         return True
-    both = [np.array(one.split(), np.float64) for one in (sketched, sketch(vector))]
+    both = [np.array(one.split(), np.float64) for one in (sketched, sketch_vector(vector))]
     bound = _NEAR * max(1e-6, float(np.linalg.norm(vector)))
     return len(both[0]) == _AXES and bool((np.abs(both[0] - both[1]) <= bound).all())
 
@@ -148,8 +148,8 @@ class Collection(Protocol):
         """Read the recorded digests of a copy's items by key; "" for an item of a writer.
 
         Returns:
-            Notes as `Record.note` makes them; earlier versions noted the item's digest alone.
-            Items without a vector may be among them. Empty for a window without items.
+            Notes as `Record.copy_origin` makes them; earlier versions noted the item's digest
+            alone. Items without a vector may be among them. Empty for a window without items.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
@@ -211,12 +211,12 @@ class CollectionStore(Protocol):
     def exists(self, name: str) -> bool:
         """Tell whether a collection or an alias of this name exists."""
 
-    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
-        """Create an empty collection for other vectors of the items of `like`.
+    def create_copy(self, target: Target, original: Collection, facts: Mapping[str, str]) -> None:
+        """Create an empty collection for other vectors of the items of `original`.
 
         Args:
             target: Name and dimension of the collection.
-            like: The original.
+            original: The original.
             facts: Facts to record in the same step (see `Collection`).
 
         Raises:
@@ -234,7 +234,7 @@ class CollectionStore(Protocol):
             CannotWriteError: The store cannot be written.
         """
 
-    def steps(self, old: Collection, new: Collection) -> list[str]:
+    def flip_steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips from one collection to the other.
 
         Nothing is changed.
@@ -305,7 +305,7 @@ class CopiedSource:
         An unknown name gives no values. A value counts as empty if it is None or "". Values come in
         the order in which the store reads the window.
         """
-        found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
+        found = [(str(one.key), one.other_values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
@@ -342,7 +342,7 @@ class CopiedSource:
 
         Unknown ids are left out, and so are empty values.
         """
-        found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
+        found = {str(one.key): one.other_values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
     def close(self) -> None:
@@ -364,7 +364,7 @@ class CopiedSource:
 
     def _open_copy(self, target: Target) -> Collection:
         """Create an empty copy of the collection, or open that of an earlier run of this map."""
-        facts = {"map": target.mark, "of": self._here.name}
+        facts = {"map": target.computer_digest, "of": self._here.name}
         if self._store.exists(target.name):
             made = self._store.open_collection(target.name).copy_facts
             if any(made.get(name) != value for name, value in facts.items()):
@@ -379,7 +379,7 @@ class CopiedSource:
                 )
         else:
             model = {"model": target.model} if target.model else {}
-            self._store.make(target, self._here, facts | model)
+            self._store.create_copy(target, self._here, facts | model)
         return self._store.open_collection(target.name)
 
     def drop_new_vectors(self, name: str) -> bool:
@@ -413,7 +413,7 @@ class CollectionCopy:
         copy: The copy.
     """
 
-    at_once = 1
+    concurrent_windows = 1
 
     def __init__(self, store: CollectionStore, source: Collection, copy: Collection) -> None:
         self._store, self._source, self._copy = store, source, copy
@@ -440,7 +440,9 @@ class CollectionCopy:
         if stale:
             found = self._copy.lookup([str(key) for key in stale])
             # Some stores keep the note of an item that a writer replaces.
-            theirs = {one.key for one in found if not is_like(one.vector, notes[one.key][DIGEST:])}
+            theirs = {
+                one.key for one in found if not matches_sketch(one.vector, notes[one.key][DIGEST:])
+            }
             stale -= theirs
             self._copy.remove(list(stale))
         return [one for one in records if one.key in stale or one.key not in notes]
@@ -490,7 +492,7 @@ class CollectionCopy:
 
         Nothing is changed.
         """
-        return self._store.steps(self._source, self._copy)
+        return self._store.flip_steps(self._source, self._copy)
 
 
 def rows_of(records: Sequence[Record], where: str) -> Rows:

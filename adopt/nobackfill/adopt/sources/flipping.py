@@ -22,7 +22,7 @@ from nobackfill.adopt.sources.copied import (
     CollectionStore,
     CopiedSource,
     Record,
-    is_like,
+    matches_sketch,
     rows_of,
 )
 from nobackfill.adopt.sources.source import Rows, Target, Window
@@ -55,17 +55,17 @@ class FlippingStore(CollectionStore, Protocol):
             collection: The collection that it leads to.
         """
 
-    def complete(self, copy: Collection, like: Collection) -> None:
+    def complete_copy(self, copy: Collection, original: Collection) -> None:
         """Make what a killed `make` has left out of a copy."""
 
-    def settle(self, copy: Collection) -> None:
+    def wait_for_index(self, copy: Collection) -> None:
         """Wait until searches of the copy are as fast as they will be.
 
         Raises:
             BusyError: The store still builds an index.
         """
 
-    def lead(self, name: str, collection: str) -> None:
+    def redirect_name(self, name: str, collection: str) -> None:
         """Let a name lead to another collection, in one step. May be repeated.
 
         Raises:
@@ -74,9 +74,9 @@ class FlippingStore(CollectionStore, Protocol):
         """
 
     def lead_command(self, name: str, collection: str) -> str:
-        """Return the call of the store's client by which the owner does as `lead`."""
+        """Return the call of the store's client by which the owner does as `redirect_name`."""
 
-    def note(self, collection: str, facts: Mapping[str, str]) -> None:
+    def record_facts(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts of a collection; the other facts stay (see `Collection.copy_facts`).
 
         Raises:
@@ -86,7 +86,7 @@ class FlippingStore(CollectionStore, Protocol):
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
         """Return sentences that name the owner's tasks after a flip; empty if there are none."""
 
-    def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+    def lock_name(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of a collection out, as `Reversible.migration_lock` does.
 
         Raises:
@@ -113,7 +113,7 @@ class FlippingSource(CopiedSource):
         BusyError: The server has too many requests.
     """
 
-    renames = False
+    flip_renames = False
     _store: FlippingStore
 
     def __init__(self, store: FlippingStore, name: str, vector: str) -> None:
@@ -144,11 +144,11 @@ class FlippingSource(CopiedSource):
             )
         return self._here.name
 
-    def warnings(self, to: str) -> list[str]:
+    def warnings(self, new_name: str) -> list[str]:
         """Return no sentences: a copy has no side effects.
 
         Args:
-            to: Ignored.
+            new_name: Ignored.
         """
         return []
 
@@ -179,7 +179,7 @@ class FlippingSource(CopiedSource):
                 refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
         """
-        if self._here.copy_facts.get("map") == target.mark:
+        if self._here.copy_facts.get("map") == target.computer_digest:
             raise InvalidInputError(
                 f"{self._here.name}: this collection holds the vectors of this map already, so "
                 "nothing is left to do"
@@ -189,7 +189,7 @@ class FlippingSource(CopiedSource):
             if self._is_copy(found) and found.copy_facts.get(_FLIP) == _BACK:
                 self._store.drop(found.name)
         copy = self._open_copy(target)
-        self._store.complete(copy, self._here)
+        self._store.complete_copy(copy, self._here)
         return FlippingCopy(self._store, self._here, copy, self._name)
 
     def _is_copy(self, other: Collection) -> bool:
@@ -221,7 +221,7 @@ class FlippingSource(CopiedSource):
                     "since; complete it by the same `nobackfill migrate`, then run `nobackfill "
                     "migrate back`"
                 )
-            self._store.lead(self._name, self._here.name)
+            self._store.redirect_name(self._name, self._here.name)
             self._led = self._here
         self._store.drop(found.name)
         return True
@@ -267,9 +267,9 @@ class FlippingSource(CopiedSource):
             f"{to_new}, or to the old ones by {to_old}, then run this command again"
         )
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Record the fingerprint of the model of the vectors; an earlier one is replaced."""
-        self._store.note(self._here.name, {"model": model})
+        self._store.record_facts(self._here.name, {"model": model})
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the collection out, as its store can.
@@ -279,7 +279,7 @@ class FlippingSource(CopiedSource):
             CannotWriteError: The lock file cannot be created.
         """
         # Before and after the flip, by whatever name.
-        return self._store.lock((self._original() or self._here).name)
+        return self._store.lock_name((self._original() or self._here).name)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map of a copy; None after a flip to it, and for other names."""
@@ -309,7 +309,7 @@ class FlippingSource(CopiedSource):
             return "old" if original is None else "unknown"
         return "finished" if original is None else "flipped"
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Let the name lead to the original again, and delete the copy.
 
         An item counts as written since the flip if the original lacks it, or if it is not as
@@ -317,23 +317,24 @@ class FlippingSource(CopiedSource):
         is not counted. A killed call can be repeated.
 
         Args:
-            to: Name of the copy.
-            lose: Go on where items were written since the flip: they are lost.
+            new_name: Name of the copy.
+            allow_loss: Go on where items were written since the flip: they are lost.
 
         Returns:
             The number of items that were lost.
 
         Raises:
-            NotFoundError: There is no original, or the name does not lead to `to`.
-            InvalidInputError: Items were written since the flip, also during this call, and `lose`
-                is False; the name leads to the copy then. The server refuses the request.
+            NotFoundError: There is no original, or the name does not lead to `new_name`.
+            InvalidInputError: Items were written since the flip, also during this call, and
+                `allow_loss` is False; the name leads to the copy then. The server refuses the
+                request.
             CannotWriteError: The store cannot be written.
         """
         copy, original = self._here, self._original()
-        if original is None or copy.name != to:
+        if original is None or copy.name != new_name:
             raise NotFoundError(
                 f"{self._name}: there is no collection of old vectors, so there is no flip to "
-                f"{to!r} to undo"
+                f"{new_name!r} to undo"
             )
         losses, gone, digests = 0, list[Any](), list[NDArray[np.uint64]]()
         for window in original.windows(_PAGE):
@@ -348,16 +349,16 @@ class FlippingSource(CopiedSource):
             losses += len(written)
             digests.append(_short(list(new.values())))
             gone += [key for key in old if key in written or key not in new]
-        if losses and not lose:
+        if losses and not allow_loss:
             raise InvalidInputError(
                 f"{self._name}: {losses} items were written since the flip and have no old vector; "
                 "to lose them, run `nobackfill migrate back --yes`"
             )
         if gone:
             self._remove_old(original, gone)
-        self._store.note(copy.name, {_FLIP: _BACK})
-        self._store.lead(self._name, original.name)
-        if not lose:
+        self._store.record_facts(copy.name, {_FLIP: _BACK})
+        self._store.redirect_name(self._name, original.name)
+        if not allow_loss:
             self._refuse_writes_since(np.concatenate(digests), copy)
         self._here = self._led = original
         self._store.drop(copy.name)
@@ -382,8 +383,8 @@ class FlippingSource(CopiedSource):
             for window in copy.windows(_PAGE)
         )
         if losses:
-            self._store.lead(self._name, copy.name)
-            self._store.note(copy.name, {_FLIP: _DONE})
+            self._store.redirect_name(self._name, copy.name)
+            self._store.record_facts(copy.name, {_FLIP: _DONE})
             raise InvalidInputError(
                 f"{self._name}: {losses} items were written while the migration was taken back; "
                 "nothing was taken back. Stop the programs that write, and run `nobackfill migrate "
@@ -404,7 +405,7 @@ class FlippingSource(CopiedSource):
             )
         self._store.drop(original.name)
         # A later collection of that name is no original of this one.
-        self._store.note(self._here.name, {"of": ""})
+        self._store.record_facts(self._here.name, {"of": ""})
 
 
 class FlippingCopy(CollectionCopy):
@@ -420,10 +421,10 @@ class FlippingCopy(CollectionCopy):
 
     Attributes:
         flipped: Whether this object has flipped.
-        put_by_writers: False: items of writers are told from ours.
+        writers_put_new_vectors: False: items of writers are told from ours.
     """
 
-    put_by_writers = False
+    writers_put_new_vectors = False
     _store: FlippingStore
 
     def __init__(
@@ -475,7 +476,9 @@ class FlippingCopy(CollectionCopy):
             return rows
         notes = self._copy.digests(window)
         records = [one for one in rows.keys if isinstance(one, Record)]
-        ours = [one for one in records if is_like(one.vector, notes.get(one.key, "")[DIGEST:])]
+        ours = [
+            one for one in records if matches_sketch(one.vector, notes.get(one.key, "")[DIGEST:])
+        ]
         return rows_of(ours, self._copy.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -511,7 +514,7 @@ class FlippingCopy(CollectionCopy):
         Raises:
             BusyError: The store still builds an index.
         """
-        self._store.settle(self._copy)
+        self._store.wait_for_index(self._copy)
         return nullcontext()
 
     @contextmanager
@@ -526,16 +529,16 @@ class FlippingCopy(CollectionCopy):
         """
         copy, source = self._copy.name, self._source.name
         self._known = self._copied()
-        self._store.note(copy, {_FLIP: _BEGUN})
-        self._store.lead(self._name, copy)
+        self._store.record_facts(copy, {_FLIP: _BEGUN})
+        self._store.redirect_name(self._name, copy)
         try:
             yield
         except BaseException:
-            self._store.lead(self._name, source)
+            self._store.redirect_name(self._name, source)
             raise
         finally:
             self._known = None
-        self._store.note(copy, {_FLIP: _DONE})
+        self._store.record_facts(copy, {_FLIP: _DONE})
         self.flipped = True
 
     def _copied(self) -> NDArray[np.uint64]:
@@ -559,14 +562,17 @@ def _is_written(copy: Collection, window: Window) -> bool:
     """Tell whether a program has written an item of a copy in a window."""
     notes = copy.digests(window)
     return "" in notes.values() or any(
-        not is_like(one.vector, notes.get(one.key, "")[DIGEST:]) for one in copy.records(window)
+        not matches_sketch(one.vector, notes.get(one.key, "")[DIGEST:])
+        for one in copy.records(window)
     )
 
 
 def _is_unchanged(old: Record, new: Record, note: str) -> bool:
     """Tell whether an item of the copy is as it was written, from the present original."""
-    values = replace(old, values=new.values, partition=new.partition)
-    return old.digest == note[:DIGEST] == values.digest and (is_like(new.vector, note[DIGEST:]))
+    values = replace(old, other_values=new.other_values, partition=new.partition)
+    return old.digest == note[:DIGEST] == values.digest and (
+        matches_sketch(new.vector, note[DIGEST:])
+    )
 
 
 def _short(records: Sequence[Record]) -> NDArray[np.uint64]:

@@ -211,5 +211,5 @@ def refuse_vectors_with_role(source: Source, role: str, why: str) -> None:
     Raises:
         InvalidInputError: The vectors have this role.
     """
-    if isinstance(source, EmbeddedSource) and source.reads().startswith(role):
+    if isinstance(source, EmbeddedSource) and source.text_role().startswith(role):
         raise InvalidInputError(why)

@@ -152,8 +152,8 @@ class ParquetSource:
         most = max((rows for rows, _ in times), default=0)
         return min((seconds for rows, seconds in times if 2 * rows >= most), default=None)
 
-    def reads(self) -> str:
-        """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`),
+    def text_role(self) -> str:
+        """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.text_role`),
         from the first file; empty without one.
         """
         return str((self._schema.metadata or {}).get(ROLE_KEY, b"").decode(errors="replace"))
@@ -219,7 +219,7 @@ class ParquetSource:
         )
 
     def _table(self, window: Window, column: str) -> Any:
-        file = self.file(window)
+        file = self.window_file(window)
         columns = [self._key] if column == self._key else [self._key, column]
         opened = _opened(file)
         kinds = {field.name: field.type for field in opened.schema_arrow}
@@ -238,14 +238,14 @@ class ParquetSource:
                 f"{file}: cannot be read as Parquet ({error}); write this file again"
             ) from error
 
-    def file(self, window: Window) -> Path:
+    def window_file(self, window: Window) -> Path:
         """Return the path of the file that holds a window.
 
         The file need not exist.
         """
         return self._inside / str(window.lower)
 
-    def identity(self, window: Window) -> bytes:
+    def file_identity(self, window: Window) -> bytes:
         """Return the identity of a window's file: another one later means that it was replaced.
 
         A file that is shorter than a footer gets an identity, too. A file with another time of
@@ -257,7 +257,7 @@ class ParquetSource:
         Raises:
             InvalidInputError: The file cannot be read.
         """
-        file = self.file(window)
+        file = self.window_file(window)
         try:
             with file.open("rb") as opened:
                 size = opened.seek(0, io.SEEK_END)
@@ -286,7 +286,7 @@ class ParquetSource:
             CannotWriteError: The folder cannot be written.
         """
         folder = self._folder(target.name)
-        mark = {"map": target.mark, "dim": target.dim, "of": self._of}
+        mark = {"map": target.computer_digest, "dim": target.dim, "of": self._of}
         if folder.exists():
             found = read_mark(folder / _MARK)
             # Before November 2026, a folder did not record its source file.
@@ -364,13 +364,13 @@ class ReadVersion(NamedTuple):
 
     Attributes:
         window: Their window.
-        of: The identity of its file when they were read.
-        total: Number of the window's rows with an old vector.
+        file_identity: The identity of its file when they were read.
+        vector_count: Number of the window's rows with an old vector.
     """
 
     window: Window
-    of: bytes
-    total: int
+    file_identity: bytes
+    vector_count: int
 
 
 class ParquetTarget:
@@ -383,7 +383,7 @@ class ParquetTarget:
         key: Name of the column of keys.
     """
 
-    at_once = 1
+    concurrent_windows = 1
 
     def __init__(self, source: ParquetSource, folder: Path, target: Target, key: str) -> None:
         self._source, self._folder, self._target, self._key = source, folder, target, key
@@ -400,7 +400,7 @@ class ParquetTarget:
                 several dimensions.
         """
         # Before its rows are read: a file that is replaced meanwhile is pending again.
-        now = self._source.identity(window)
+        now = self._source.file_identity(window)
         metadata = self._metadata(window)
         if metadata.get(SOURCE_FILE_KEY) == now and PARTIAL not in metadata:
             return Rows([], np.empty((0, 0), np.float32))
@@ -427,24 +427,24 @@ class ParquetTarget:
         """
         (read,) = set(rows.versions)
         assert isinstance(read, ReadVersion)
-        metadata = {SOURCE_FILE_KEY: read.of}
+        metadata = {SOURCE_FILE_KEY: read.file_identity}
         if self._target.model:
             metadata[MODEL] = self._target.model.encode()
-        if len(rows) < read.total:
+        if len(rows) < read.vector_count:
             rows, vectors = self._with_earlier(read, rows, vectors)
-        if len(rows) < read.total:
+        if len(rows) < read.vector_count:
             metadata[PARTIAL] = b"1"
         data = vectors_to_parquet(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
-        write_file(file, data, permissions_of(self._source.file(read.window)))
+        write_file(file, data, permissions_of(self._source.window_file(read.window)))
 
     def _with_earlier(
         self, read: ReadVersion, rows: Rows, vectors: Vectors
     ) -> tuple[Rows, Vectors]:
         """Add the new vectors that the file of a row group has, in the order of the source."""
         by_id = dict(zip(rows.ids, vectors, strict=True))
-        if self._metadata(read.window).get(SOURCE_FILE_KEY) == read.of:
+        if self._metadata(read.window).get(SOURCE_FILE_KEY) == read.file_identity:
             earlier = self.read(read.window)
             by_id = dict(zip(earlier.ids, earlier.vectors, strict=True)) | by_id
         every = self._source.read(read.window)

@@ -106,7 +106,7 @@ class PgvectorSource:
         NotPermittedError: The password is wrong, or rights are missing.
     """
 
-    renames = True
+    flip_renames = True
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class PgvectorSource:
         where: str | None = None,
     ) -> None:
         self._table = SourceTable(address, table, key, where)
-        vectors = [name for name in self._table.columns if self._table.kind(name)]
+        vectors = [name for name in self._table.columns if self._table.vector_type(name)]
         if vector is None:
             # New vectors, and the old ones of a flip, are a choice only by their name.
             facts = {name: self._table.comment_facts(name) for name in vectors}
@@ -166,7 +166,9 @@ class PgvectorSource:
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.comment_facts(vector).get("model")
-        return Facts(f"{table.name}.{vector}", table.dim(vector), self.metric, model, others)
+        return Facts(
+            f"{table.name}.{vector}", table.declared_dim(vector), self.metric, model, others
+        )
 
     @cached_property
     def metric(self) -> SearchMetric | None:
@@ -183,7 +185,7 @@ class PgvectorSource:
         """
         names = [name for name, _ in self._table.indexes(self.vector)]
         # Without an index of the same rows, that of others tells how the vectors are searched.
-        names = names or [name for name, _, _ in self._table.every_index(self.vector)]
+        names = names or [name for name, _, _ in self._table.indexes_with_condition(self.vector)]
         metrics = {
             METRIC_BY_OPERATOR_CLASS[name] for name in names if name in METRIC_BY_OPERATOR_CLASS
         }
@@ -208,7 +210,7 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         classes = [name for name, _ in self._table.indexes(self.vector)]
-        return self._table.kind(self.vector) == "halfvec" or any(
+        return self._table.vector_type(self.vector) == "halfvec" or any(
             name.startswith("halfvec") for name in classes
         )
 
@@ -224,7 +226,7 @@ class PgvectorSource:
         """
         return self.count_vectors(self.vector)
 
-    def dims(self) -> dict[int, int]:
+    def count_by_dim(self) -> dict[int, int]:
         """Count the rows by the dimension of their old vector.
 
         Only rows of the condition count. A declared dimension is an entry even without rows.
@@ -234,8 +236,8 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        dim = self._table.dim(self.vector)
-        return self._table.dims(self.vector) if dim is None else {dim: self.count()}
+        dim = self._table.declared_dim(self.vector)
+        return self._table.count_by_dim(self.vector) if dim is None else {dim: self.count()}
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of `rows` rows; the last one is open upwards.
@@ -347,7 +349,7 @@ class PgvectorSource:
             which=self._table.compose("{chosen}" if of is None else "true"),
             column=sql.Identifier(column),
             expression=expression,
-            sign=self._table.operator(_SIGNS[self.metric or "cosine"]),
+            sign=self._table.pgvector_operator(_SIGNS[self.metric or "cosine"]),
             kind=self._table.pgvector_name(kind),
             value=str(np.asarray(vector, np.float32).tolist()),
             count=count,
@@ -377,7 +379,10 @@ class PgvectorSource:
                 for one in self._table.indexes(column, of)
                 if METRIC_BY_OPERATOR_CLASS.get(one[0]) == metric
             ]
-            kind, expression = self._table.kind(self.vector), sql.Identifier(column).as_string()
+            kind, expression = (
+                self._table.vector_type(self.vector),
+                sql.Identifier(column).as_string(),
+            )
             if found:
                 kind, expression = found[0][0].partition("_")[0], found[0][1]
             # The catalogue wrote the expression, so it is safe in a statement.
@@ -440,7 +445,7 @@ class PgvectorSource:
         """Close this process's connections, of all threads; a later search connects again."""
         self._table.close()
 
-    def warnings(self, to: str) -> list[str]:
+    def warnings(self, new_name: str) -> list[str]:
         """Name UPDATE triggers that a new column fires for every row, in one sentence.
 
         Empty if there are none, or for a table of its own (`table:NAME`).
@@ -450,12 +455,14 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         triggers = (
-            [] if to.startswith(pgvector_target.TABLE_PREFIX) else self._table.update_triggers()
+            []
+            if new_name.startswith(pgvector_target.TABLE_PREFIX)
+            else self._table.update_triggers()
         )
         if not triggers:
             return []
         return [
-            f"{self._table.name}: writing {to} updates every row, which fires the triggers "
+            f"{self._table.name}: writing {new_name} updates every row, which fires the triggers "
             f"{', '.join(triggers)}; --to {pgvector_target.TABLE_PREFIX}NAME updates no row"
         ]
 
@@ -480,7 +487,7 @@ class PgvectorSource:
         name = target.name
         return (
             self.vector == old_name_after_flip(name)
-            and self._table.comment_facts(name).get("carried") == target.mark
+            and self._table.comment_facts(name).get("carried") == target.computer_digest
         )
 
     def open_target(self, target: Target) -> TargetVectors:
@@ -519,7 +526,7 @@ class PgvectorSource:
             there = made is not None or target.name in self._table.columns
             # After a flip, carry fills the rows without a new vector.
             flipped = self._flipped(target)
-            if there and made != target.mark and not flipped:
+            if there and made != target.computer_digest and not flipped:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
                     "by this map; choose another --to, or remove the column with `nobackfill carry "
@@ -529,14 +536,14 @@ class PgvectorSource:
                 names = self._names(target.name)
                 dim = sql.SQL(str(int(target.dim)))
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
-                mark = comment_with_facts(nobackfill=target.mark, model=target.model)
+                mark = comment_with_facts(nobackfill=target.computer_digest, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
-                dims = self._table.dim(self.vector), target.dim
+                dims = self._table.declared_dim(self.vector), target.dim
                 here = self._table.text("{here}")
                 for step in column_properties(self._table, self.vector, here, target.name, dims):
                     changes.run_text(step)
             digest = None if flipped else self.watch(changes, target)
-            if target.native and not flipped:
+            if target.is_native and not flipped:
                 self._check_watched(changes, target, triggers, digest, there)
         place = PgvectorColumn(self, self._table, self._names(target.name), target, flipped, digest)
         place.drop_unfinished_indexes()
@@ -557,7 +564,7 @@ class PgvectorSource:
                 stale. No map can find them.
         """
         noted = self._table.comment_facts(target.name).get("triggers")
-        if existed and noted != triggers.digest and self.count_vectors(target.name):
+        if existed and noted != triggers.states_digest and self.count_vectors(target.name):
             sentence = stale_sentence(
                 f"column {target.name!r}", self._confirmation(target.name, triggers)
             )
@@ -569,7 +576,7 @@ class PgvectorSource:
             changes.run(
                 "COMMENT ON COLUMN {table}.{new} IS {mark}",
                 mark=comment_with_facts(
-                    nobackfill=target.mark, model=target.model, triggers=digest
+                    nobackfill=target.computer_digest, model=target.model, triggers=digest
                 ),
                 **self._names(target.name),
             )
@@ -580,9 +587,9 @@ class PgvectorSource:
         Returns:
             The statement on one line; None where a trigger is missing or disabled.
         """
-        if set(triggers.states + triggers.partition_states) != {"A"}:
+        if set(triggers.trigger_states + triggers.partition_states) != {"A"}:
             return None
-        facts = self._table.comment_facts(column) | {"triggers": str(triggers.digest)}
+        facts = self._table.comment_facts(column) | {"triggers": str(triggers.states_digest)}
         comment = comment_with_facts(self._table.comment(column), **facts)
         names = {"column": sql.Identifier(column), "comment": comment}
         return to_one_line(
@@ -613,14 +620,14 @@ class PgvectorSource:
         body = table.trigger_body(_BODY, emptying=emptying, **names)
         name = table.trigger_name(self.vector, target.name)
         triggers = {f"{name}_changed": _AFTER}
-        watched = filter(None, (self.vector, target.content))
-        if not any(table.generated(column) for column in watched):
+        watched = filter(None, (self.vector, target.content_column))
+        if not any(table.is_generated(column) for column in watched):
             # The BEFORE trigger handles most changes, so that a row is written once.
             triggers[name] = _BEFORE
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
         changes.drop_other_triggers(**names)
-        content = table.changed_text(target.content)
+        content = table.changed_condition(target.content_column)
         return changes.create_triggers(body, triggers, content=content, **names)
 
     def drop_new_vectors(self, name: str) -> bool:
@@ -649,7 +656,7 @@ class PgvectorSource:
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
         return True
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Write the fingerprint of the model whose space the vectors are in into the column's
         comment.
 
@@ -724,24 +731,24 @@ class PgvectorSource:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Give the old vectors their name back and drop the new ones, in one transaction that locks
         the table. Objects that depend on the new vectors move to the old ones.
 
         `metric` and `uses_halfvec` keep what this object has read before.
 
         Args:
-            to: The name that the new vectors had before the flip.
-            lose: Go on where rows have only a new vector: they lose it.
+            new_name: The name that the new vectors had before the flip.
+            allow_loss: Go on where rows have only a new vector: they lose it.
 
         Returns:
             The number of rows that lost their only vector.
 
         Raises:
             NotFoundError: There are no old vectors.
-            InvalidInputError: Rows would lose their only vector, and `lose` is False or the column
-                is NOT NULL. Or an object cannot be moved. Or the old vectors may be stale, because
-                the flip was not reversible or triggers were off. Nothing is changed.
+            InvalidInputError: Rows would lose their only vector, and `allow_loss` is False or the
+                column is NOT NULL. Or an object cannot be moved. Or the old vectors may be stale,
+                because the flip was not reversible or triggers were off. Nothing is changed.
             NotPermittedError: Row-level security may hide rows from this role, or it does not own
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
@@ -749,7 +756,7 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         table, old = self._table, old_name_after_flip(self.vector)
-        names = self._names(old) | {"name": sql.Identifier(to)}
+        names = self._names(old) | {"name": sql.Identifier(new_name)}
         if old not in table.columns:
             raise NotFoundError(
                 f"{table.name}: this table has no column {old!r}, where a flip leaves the old "
@@ -759,12 +766,12 @@ class PgvectorSource:
         table.every_row_is_seen()
         triggers = table.triggers(names["function"])
         recorded = table.comment_facts(old).get("triggers")
-        if not triggers.states or recorded is None:
+        if not triggers.trigger_states or recorded is None:
             raise InvalidInputError(
                 f"{table.name}: column {old!r} may hold stale vectors, because no trigger has "
                 "cleared them since the flip; only a flip of `nobackfill migrate` can be undone"
             )
-        if triggers.digest != recorded:
+        if triggers.states_digest != recorded:
             confirmation = self._confirmation(old, triggers)
             raise InvalidInputError(
                 f"{table.name}: {stale_sentence(f'column {old!r}', confirmation)}"
@@ -772,22 +779,22 @@ class PgvectorSource:
 
         def steps() -> list[str]:
             moved = dependent_moves(
-                table, self.vector, (table.dim(self.vector), table.dim(old) or 0)
+                table, self.vector, (table.declared_dim(self.vector), table.declared_dim(old) or 0)
             )
-            if moved.immovable:
+            if moved.immovable_objects:
                 raise InvalidInputError(
                     f"{table.name}: these objects of the database depend on the new vectors, and "
-                    f"cannot be changed to the old ones: {join_few(moved.immovable)}; drop them "
-                    "and run the command again"
+                    f"cannot be changed to the old ones: {join_few(moved.immovable_objects)}; "
+                    "drop them and run the command again"
                 )
             rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
             return [
                 *table.search_path_statement(),
                 table.text("DROP FUNCTION {function}() CASCADE", **names),
-                *moved.drops,
+                *moved.drop_statements,
                 table.text(rename, **names),
                 table.text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
-                *moved.creates,
+                *moved.create_statements,
                 table.text("ALTER TABLE {table} DROP COLUMN {name}", **names),
             ]
 
@@ -803,7 +810,7 @@ class PgvectorSource:
                     **names,
                 )
             )
-            if lost and (demanded or not lose):
+            if lost and (demanded or not allow_loss):
                 ending = (
                     f"{self.vector!r} is NOT NULL: delete these rows, or fill {old!r} with the "
                     "old model"
@@ -845,7 +852,7 @@ class PgvectorSource:
         return {
             "old": sql.Identifier(self.vector),
             "new": sql.Identifier(new),
-            "type": self._table.pgvector_name(self._table.kind(self.vector)),
+            "type": self._table.pgvector_name(self._table.vector_type(self.vector)),
             "function": sql.Identifier(
                 self._table.schema, self._table.trigger_name(self.vector, new)
             ),
@@ -950,7 +957,7 @@ class PgvectorSelection(PgvectorSource):
         """
         return replace(super().facts(), model=None)
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Do nothing: other rows of the column have another model."""
 
     def obstacles(self, target: Target) -> list[str]:
@@ -997,7 +1004,7 @@ class PgvectorSelection(PgvectorSource):
     def _place(self, name: str) -> pgvector_target.NewVectorTable | None:
         """Find a table of new vectors; None where there is none of this table."""
         place = pgvector_target.find_table(self._table, self.vector, name)
-        return place if place.belongs else None
+        return place if place.belongs_to_source else None
 
     def count_vectors(self, column: str) -> int:
         """Count the vectors in a table of new vectors (`table:NAME`), or the rows of the condition
@@ -1017,7 +1024,7 @@ class PgvectorSelection(PgvectorSource):
         if place is None:
             return 0
         query: LiteralString = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
-        return int(self._table.query_one(query, **place.names))
+        return int(self._table.query_one(query, **place.sql_names))
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of the vectors in a table of new vectors (see `Target`).
@@ -1030,7 +1037,7 @@ class PgvectorSelection(PgvectorSource):
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         place = self._place(column)
-        return None if place is None else place.mark.get("nobackfill")
+        return None if place is None else place.comment_facts.get("nobackfill")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether a flip to the table of new vectors that `migrate` names has taken place;
@@ -1044,19 +1051,19 @@ class PgvectorSelection(PgvectorSource):
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         place = self._place(f"{self.flip_name}_new")
-        if place is None or "nobackfill" in place.mark:
+        if place is None or "nobackfill" in place.comment_facts:
             return "old"
-        if place.mark.get("carried") != mark:
+        if place.comment_facts.get("carried") != mark:
             return "unknown"
-        return "flipped" if "flipped" in place.mark else "finished"
+        return "flipped" if "flipped" in place.comment_facts else "finished"
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Drop the table of new vectors, in one transaction that locks it.
 
         Args:
-            to: Its name, as `carry --to` takes it.
-            lose: Go on where rows of it were written since the flip. Their old vectors, which may
-                be stale, are cleared.
+            new_name: Its name, as `carry --to` takes it.
+            allow_loss: Go on where rows of it were written since the flip. Their old vectors,
+                which may be stale, are cleared.
 
         Returns:
             The number of these rows.
@@ -1064,23 +1071,23 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: There is no such table, or no flip by `nobackfill migrate`. A second call
                 raises it, too.
-            InvalidInputError: Rows were written and `lose` is False, or the old vectors cannot be
-                NULL; or the table was restored from a dump, so that this cannot be known.
+            InvalidInputError: Rows were written and `allow_loss` is False, or the old vectors
+                cannot be NULL; or the table was restored from a dump, so that this cannot be known.
             NotPermittedError: Row-level security may hide rows from this role, or it does not own
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
-        table, place = self._table, self._place(to)
-        if place is None or "flipped" not in place.mark:
+        table, place = self._table, self._place(new_name)
+        if place is None or "flipped" not in place.comment_facts:
             raise NotFoundError(
-                f"{table.name}: there is no table {to!r} of new vectors, so there is no flip to "
-                "undo"
+                f"{table.name}: there is no table {new_name!r} of new vectors, so there is no "
+                "flip to undo"
             )
         table.every_row_is_seen()
-        names, new_table = place.names, place.names["new_table"].as_string()
-        relation, _, writer = place.mark["flipped"].partition(" ")
+        names, new_table = place.sql_names, place.sql_names["new_table"].as_string()
+        relation, _, writer = place.comment_facts["flipped"].partition(" ")
         if relation != str(table.query_one("SELECT to_regclass({name})::oid", name=new_table)):
             raise InvalidInputError(
                 f"{table.name}: {new_table} was restored from a dump since the flip, so the rows "
@@ -1101,7 +1108,7 @@ class PgvectorSelection(PgvectorSource):
                 **names,
             )
             ((lost,),) = changes.query_all("SELECT count(*) FROM nobackfill_lost")
-            if lost and (demanded or not lose):
+            if lost and (demanded or not allow_loss):
                 ending = (
                     f"{self.vector!r} is NOT NULL: write these vectors again by the old model, "
                     f"then run DROP TABLE {new_table}"
@@ -1139,12 +1146,12 @@ class PgvectorSelection(PgvectorSource):
                 f"{self._table.name}: this table has no second table of new vectors, so there is "
                 "no migration to finish"
             )
-        facts = {name: fact for name, fact in place.mark.items() if name != "flipped"}
+        facts = {name: fact for name, fact in place.comment_facts.items() if name != "flipped"}
         with self._table.open_changes() as changes:
             changes.run(
                 "COMMENT ON TABLE {new_table} IS {comment}",
                 comment=comment_with_facts(**facts),
-                **place.names,
+                **place.sql_names,
             )
 
 

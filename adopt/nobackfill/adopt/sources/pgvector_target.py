@@ -108,27 +108,33 @@ def create_or_find_table(
     """
     with table.open_changes() as changes:
         place = find_table(table, vector, target.name)
-        names, triggers = place.names, table.triggers(place.function)
-        ours = target.mark in (place.mark.get("carried"), place.mark.get("nobackfill"))
-        if place.belongs and ours and place.mark.get("where") != table.where:
+        names, triggers = place.sql_names, table.triggers(place.trigger_function)
+        ours = target.computer_digest in (
+            place.comment_facts.get("carried"),
+            place.comment_facts.get("nobackfill"),
+        )
+        if place.belongs_to_source and ours and place.comment_facts.get("where") != table.where:
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} holds new "
-                f"vectors of {_rows_of(place.mark.get('where'))}, but this command reads "
+                f"vectors of {_rows_of(place.comment_facts.get('where'))}, but this command reads "
                 f"{_rows_of(table.where)}; use the same --where, or choose another --to"
             )
-        if place.belongs and place.mark.get("carried") == target.mark:
+        if place.belongs_to_source and place.comment_facts.get("carried") == target.computer_digest:
             _check_columns(table, vector, place)
             return names, None
-        if place.exists and not (place.belongs and place.mark.get("nobackfill") == target.mark):
+        if place.relation_exists and not (
+            place.belongs_to_source
+            and place.comment_facts.get("nobackfill") == target.computer_digest
+        ):
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} exists already "
                 "and was not made by this map; choose another --to, or remove the table with "
                 "`nobackfill carry --rollback`"
             )
-        mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
+        mark = {"nobackfill": target.computer_digest, "of": names["function"].as_string()}
         if table.where is not None:
             mark["where"] = table.where
-        if not place.exists:
+        if not place.relation_exists:
             _make(changes, table, vector, names, target, mark)
         else:
             _check_triggers(table, place, triggers, target)
@@ -137,9 +143,12 @@ def create_or_find_table(
             )
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
-        body, content = table.trigger_body(_BODY, **names), table.changed_text(target.content)
+        body, content = (
+            table.trigger_body(_BODY, **names),
+            table.changed_condition(target.content_column),
+        )
         digest = changes.create_triggers(body, events, content=content, **names)
-        if target.native:
+        if target.is_native:
             comment = comment_with_facts(model=target.model, triggers=digest, **mark)
             changes.run("COMMENT ON TABLE {new_table} IS {comment}", comment=comment, **names)
         return names, digest
@@ -159,17 +168,17 @@ def _check_triggers(
     triggers are on. Native vectors need the same triggers as at their last `carry`. A table that an
     earlier version wrote has no record of these.
     """
-    on = len(triggers.states) == len(_EVENTS) and "D" not in (
-        triggers.states + triggers.partition_states
+    on = len(triggers.trigger_states) == len(_EVENTS) and "D" not in (
+        triggers.trigger_states + triggers.partition_states
     )
-    recorded = place.mark.get("triggers")
-    if on and (not target.native or recorded in (None, triggers.digest)):
+    recorded = place.comment_facts.get("triggers")
+    if on and (not target.is_native or recorded in (None, triggers.states_digest)):
         return
     confirmation = None
     if on:
-        mark = comment_with_facts(**{**place.mark, "triggers": triggers.digest})
+        mark = comment_with_facts(**{**place.comment_facts, "triggers": triggers.states_digest})
         confirmation = table.text(
-            "COMMENT ON TABLE {new_table} IS {mark}", mark=mark, **place.names
+            "COMMENT ON TABLE {new_table} IS {mark}", mark=mark, **place.sql_names
         )
     sentence = stale_sentence(f"table {target.name.removeprefix(TABLE_PREFIX)!r}", confirmation)
     raise AlreadyExistsError(
@@ -183,19 +192,19 @@ class NewVectorTable:
     """The place for new vectors in a table of their own.
 
     Attributes:
-        names: Names of its parts, made of the present names of the source.
-        function: Its trigger function, which may have been made under earlier names.
-        exists: Whether a relation has its name.
-        belongs: Whether its vectors are of this source.
-        mark: The content of its comment; empty without one of ours.
+        sql_names: Names of its parts, made of the present names of the source.
+        trigger_function: Its trigger function, which may have been made under earlier names.
+        relation_exists: Whether a relation has its name.
+        belongs_to_source: Whether its vectors are of this source.
+        comment_facts: The content of its comment; empty without one of ours.
         columns: Its columns: the key, the vectors, and others that its owner has added.
     """
 
-    names: Names
-    function: sql.Identifier
-    exists: bool = False
-    belongs: bool = False
-    mark: Mapping[str, str] = field(default_factory=dict)
+    sql_names: Names
+    trigger_function: sql.Identifier
+    relation_exists: bool = False
+    belongs_to_source: bool = False
+    comment_facts: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] = ()
 
 
@@ -283,7 +292,7 @@ def _renames(table: SourceTable, vector: str, place: NewVectorTable) -> list[str
     return [
         table.text(
             "ALTER TABLE {new_table} RENAME COLUMN {before} TO {now}",
-            new_table=place.names["new_table"],
+            new_table=place.sql_names["new_table"],
             before=sql.Identifier(before),
             now=sql.Identifier(now),
         )
@@ -307,12 +316,12 @@ def _follow_names(
     changes: Changes, table: SourceTable, vector: str, place: NewVectorTable, comment: str
 ) -> None:
     """Give the parts of a table the names that the source has now."""
-    names = place.names
+    names = place.sql_names
     for statement in _renames(table, vector, place):
         changes.run_text(statement)
-    if place.function == names["function"]:
+    if place.trigger_function == names["function"]:
         return
-    changes.run("DROP FUNCTION {function}() CASCADE", function=place.function)
+    changes.run("DROP FUNCTION {function}() CASCADE", function=place.trigger_function)
     indexes = changes.query_all(
         "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = {new_table}::regclass "
         "AND indpred IS NOT NULL AND NOT indisunique ORDER BY indexrelid LIMIT 1",
@@ -347,7 +356,7 @@ def _make(
     if target.model or comment:
         comment = comment_with_facts(comment, model=target.model)
         changes.run("COMMENT ON COLUMN {new_table}.{old} IS {comment}", comment=comment, **names)
-    dims = table.dim(vector), target.dim
+    dims = table.declared_dim(vector), target.dim
     for step in column_properties(table, vector, names["new_table"].as_string(), vector, dims):
         changes.run_text(step)
     changes.give_to_owner("TABLE", names["new_table"])
@@ -399,10 +408,10 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
     """
     with table.open_changes() as changes:
         place = find_table(table, vector, name)
-        if not place.belongs or "nobackfill" not in place.mark:
+        if not place.belongs_to_source or "nobackfill" not in place.comment_facts:
             return False
-        changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", function=place.function)
-        changes.run("DROP TABLE {new_table}", **place.names)
+        changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", function=place.trigger_function)
+        changes.run("DROP TABLE {new_table}", **place.sql_names)
     return True
 
 
@@ -426,7 +435,7 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
     trigger = table.trigger_name(vector, TABLE_PREFIX + new_table)
     return {
         "old": sql.Identifier(vector),
-        "type": table.pgvector_name(table.kind(vector)),
+        "type": table.pgvector_name(table.vector_type(vector)),
         "new_table": sql.Identifier(schema or table.schema, new_table),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),
@@ -540,10 +549,10 @@ class PgvectorColumn:
     `translate_errors`.
     """
 
-    put_by_writers = False
+    writers_put_new_vectors = False
 
     @property
-    def at_once(self) -> int:
+    def concurrent_windows(self) -> int:
         """Return 1 if an index has the old vectors, else 2.
 
         Two transactions keep each other's dead rows, and updating an index then costs more than the
@@ -741,7 +750,7 @@ class PgvectorColumn:
         """
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
         with self._table.lock("flip", _OTHER_FLIP):
-            check_watched(self._table, self._names["function"], self._triggers)
+            check_triggers_watch(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, self._indexes())
             yield
 
@@ -767,8 +776,8 @@ class PgvectorColumn:
     def flip(self) -> AbstractContextManager[None]:
         """Lock the table for the block, and rename both columns at its end, in one transaction.
         Neither readers nor writers pass meanwhile. The old vectors get the name COLUMN_before and
-        stay. An error in the block rolls the flip back. With `Target.reversible`, triggers then
-        clear an old vector whose new one changes.
+        stay. An error in the block rolls the flip back. With `Target.must_be_reversible`, triggers
+        then clear an old vector whose new one changes.
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
@@ -780,13 +789,13 @@ class PgvectorColumn:
             NotPermittedError: This role does not own the table.
         """
         return self._table.run_flip(
-            self._flip, self._watch_old if self._target.reversible else None
+            self._flip, self._watch_old if self._target.must_be_reversible else None
         )
 
     def _watch_old(self, changes: Changes) -> None:
         """Make triggers that clear an old vector whose new one changes after the flip."""
         name = old_name_after_flip(self._source.vector)
-        digest = self._source.watch(changes, replace(self._target, name=name, content=None))
+        digest = self._source.watch(changes, replace(self._target, name=name, content_column=None))
         facts = self._table.comment_facts(name) | {"triggers": digest}
         changes.run(
             "COMMENT ON COLUMN {table}.{name} IS {comment}",
@@ -824,7 +833,7 @@ class PgvectorColumn:
 
     @property
     def _dims(self) -> tuple[int | None, int]:
-        return self._table.dim(self._source.vector), self._target.dim
+        return self._table.declared_dim(self._source.vector), self._target.dim
 
     def _indexes(self) -> list[str]:
         """Return statements that build the indexes of the new column.
@@ -836,7 +845,7 @@ class PgvectorColumn:
         if self._target.dim <= _INDEXED_DIM or self._source.uses_halfvec:
             found = index_definitions(self._table, old, new, self._dims)
         index = index_definition(self._table, self._source, self._names["new"], self._target.dim)
-        return found or [self._table.index_on() + index]
+        return found or [self._table.create_index_prefix() + index]
 
     def _flip(self) -> list[str]:
         """Return the statements of the flip, for one transaction."""
@@ -846,7 +855,7 @@ class PgvectorColumn:
         moved = dependent_moves(self._table, old, self._dims)
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
-            unless_watched(self._table, names["function"], self._triggers),
+            abort_unless_watched(self._table, names["function"], self._triggers),
             *self._table.search_path_statement(),
             failing_statement(
                 self._table,
@@ -863,17 +872,17 @@ class PgvectorColumn:
                     comment=comment_with_facts(
                         self._table.comment(old),
                         model=self._target.model,
-                        carried=self._target.mark,
+                        carried=self._target.computer_digest,
                     ),
                     **names,
                 )
             ),
             *column_properties(self._table, old, here, self._target.name, self._dims),
             # A writer sets one of both columns after the flip: NOT NULL moves, too.
-            *moved.drops,
+            *moved.drop_statements,
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
             text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
-            *moved.creates,
+            *moved.create_statements,
             failing_statement(
                 self._table,
                 "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
@@ -918,12 +927,12 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
             f"these indexes read whole rows, so they would keep the old vectors: "
             f"{join_few(indexes)}; drop them, and build them again after the flip"
         )
-    moved = dependent_moves(table, column, (table.dim(column), target.dim))
-    if moved.immovable:
+    moved = dependent_moves(table, column, (table.declared_dim(column), target.dim))
+    if moved.immovable_objects:
         obstacles.append(
             f"these objects of the database would still read the old vectors of {column} after a "
-            f"flip: {join_few(moved.immovable)}; drop them, run the command again, and create them "
-            "again for the new vectors"
+            f"flip: {join_few(moved.immovable_objects)}; drop them, run the command again, and "
+            "create them again for the new vectors"
         )
     if moved.hindrances:
         obstacles.append(f"these objects prevent a flip: {join_few(moved.hindrances)}")
@@ -981,7 +990,7 @@ def failing_statement(
     return to_one_line(table.text("DO {body}", body=to_one_line(body)))
 
 
-def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
+def abort_unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
     """Write a statement that ends a transaction if writes may have fired no trigger of nobackfill
     since a digest was read: such writes leave stale vectors, which only the map can tell.
 
@@ -997,11 +1006,11 @@ def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | N
         "{digest} IS DISTINCT FROM (SELECT " + TRIGGERS_DIGEST + ")",
         _UNWATCHED,
         digest=digest,
-        **table.trigger_parts(function),
+        **table.trigger_digest_values(function),
     )
 
 
-def check_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> None:
+def check_triggers_watch(table: SourceTable, function: sql.Identifier, digest: str | None) -> None:
     """Check that a flip would not be refused by `unless_watched`.
 
     Args:
@@ -1014,7 +1023,7 @@ def check_watched(table: SourceTable, function: sql.Identifier, digest: str | No
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
-    if table.triggers(function).digest != digest:
+    if table.triggers(function).states_digest != digest:
         raise BusyError(f"{table.name}: {_UNWATCHED}")
 
 
@@ -1055,13 +1064,13 @@ def index_definition(
         if one == metric and name.startswith(kind)
     )
     indexed: sql.Composable = column
-    if kind != table.kind(source.vector):
+    if kind != table.vector_type(source.vector):
         indexed = sql.SQL("({}::{}({}))").format(
             column, table.pgvector_name(kind), sql.SQL(str(dim))
         )
     names = {
         "column": column,
-        "type": table.pgvector_name(table.kind(source.vector)),
+        "type": table.pgvector_name(table.vector_type(source.vector)),
         "dim": sql.SQL(str(dim)),
         "index": sql.SQL("hnsw ({} {})").format(indexed, table.pgvector_name(name)),
     }
@@ -1091,8 +1100,8 @@ class PgvectorTable:
     """
 
     # A write changes no index of the old table.
-    at_once = 2
-    put_by_writers = False
+    concurrent_windows = 2
+    writers_put_new_vectors = False
 
     def __init__(
         self,
@@ -1193,7 +1202,7 @@ class PgvectorTable:
         versions = _bytes(rows.versions)
         keys = [one[:-_SEEN] for one in versions]
         places = [one[-_SEEN:] for one in versions]
-        if self._table.kind(self._source.vector) == "halfvec":
+        if self._table.vector_type(self._source.vector) == "halfvec":
             vectors = vectors.astype(np.float16)
         try:
             absent = all(place == _NOWHERE for place in places)
@@ -1309,7 +1318,7 @@ class PgvectorTable:
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         with self._table.lock("flip", _OTHER_FLIP):
-            check_watched(self._table, self._names["function"], self._triggers)
+            check_triggers_watch(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, [self._index()])
             yield
 
@@ -1419,10 +1428,10 @@ class PgvectorTable:
         text, names = self._table.text, self._names
         new_table, here = names["new_table"].as_string(), text("{here}")
         # After the flip, this map fills the rows without a new vector.
-        mark = {"carried": self._target.mark, "of": names["function"].as_string()}
+        mark = {"carried": self._target.computer_digest, "of": names["function"].as_string()}
         if self._table.where is not None:
             mark["where"] = self._table.where
-        if self._target.reversible:
+        if self._target.must_be_reversible:
             # Later writers of the table have a younger transaction (see `flip_back`).
             mark["flipped"] = self._table.query_one(
                 "SELECT to_regclass({name})::oid || ' ' || pg_current_xact_id()::xid",
@@ -1430,7 +1439,7 @@ class PgvectorTable:
             )
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
-            unless_watched(self._table, names["function"], self._triggers),
+            abort_unless_watched(self._table, names["function"], self._triggers),
             *self._table.search_path_statement(),
             failing_statement(
                 self._table,

@@ -174,15 +174,15 @@ class DependentMoves:
     """Statements that make what depends on one column depend on the column that takes its name.
 
     Attributes:
-        drops: Statements to run before the columns are renamed.
-        creates: Statements to run after the columns are renamed.
-        immovable: Objects that no statement moves, in PostgreSQL's words.
+        drop_statements: Statements to run before the columns are renamed.
+        create_statements: Statements to run after the columns are renamed.
+        immovable_objects: Objects that no statement moves, in PostgreSQL's words.
         hindrances: Objects because of which a statement would fail, each with the reason.
     """
 
-    drops: list[str]
-    creates: list[str]
-    immovable: list[str]
+    drop_statements: list[str]
+    create_statements: list[str]
+    immovable_objects: list[str]
     hindrances: list[str]
 
 
@@ -422,7 +422,7 @@ def index_definitions(
             shape=shape.as_string(),
             new=new,
         )
-    on = table.index_on()
+    on = table.create_index_prefix()
     return [to_one_line(_resized(on + definition_of(text), dims)) for (text,) in found]
 
 
@@ -476,7 +476,7 @@ def missing_indexes(
     def of_vectors(definition: str) -> bool:
         return not definition.startswith("btree ")
 
-    there = [one.definition for one in table.column_indexes(relation, column) if one.valid]
+    there = [one.definition for one in table.column_indexes(relation, column) if one.is_valid]
     wanted = Counter(of_vectors(definition_of(one)) for one in statements)
     built = Counter(map(of_vectors, there))
     return [
@@ -510,7 +510,7 @@ def drop_unfinished_indexes(
         return [
             one.name
             for one in table.column_indexes(relation, column)
-            if not one.valid and not one.partitioned and one.definition in definitions
+            if not one.is_valid and not one.is_partitioned and one.definition in definitions
         ]
 
     if not unfinished():

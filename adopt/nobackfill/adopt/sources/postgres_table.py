@@ -100,8 +100,8 @@ class ThreadConnections:
             connection.close()
             raise
 
-    def read(self, ask: Callable[[Any], T]) -> T:
-        """Return the result of `ask`, called with this thread's connection.
+    def call(self, function: Callable[[Any], T]) -> T:
+        """Return the result of `function`, called with this thread's connection.
 
         It is called a second time, with a new connection, if the first one broke, as after a
         restart of the server. Within a block of `lend` on this thread it uses the same connection,
@@ -113,10 +113,10 @@ class ThreadConnections:
         """
         try:
             with self.lend() as connection:
-                return ask(connection)
+                return function(connection)
         except UnavailableError:
             with self.lend() as connection:
-                return ask(connection)
+                return function(connection)
 
     def _lasting(self) -> Any:
         """Return this thread's connection. A new one closes those of threads that have ended."""
@@ -282,16 +282,16 @@ class Triggers:
 
     Attributes:
         function_source: The function's source; None where there is no such function.
-        states: States of the table's own triggers: "A" is always, "D" is disabled.
+        trigger_states: States of the table's own triggers: "A" is always, "D" is disabled.
         partition_states: States of the partitions' triggers.
-        digest: Changes whenever one of them is made, dropped, disabled or enabled; None without
-            triggers.
+        states_digest: Changes whenever one of them is made, dropped, disabled or enabled; None
+            without triggers.
     """
 
     function_source: str | None
-    states: list[str]
+    trigger_states: list[str]
     partition_states: list[str]
-    digest: str | None
+    states_digest: str | None
 
 
 @dataclass(frozen=True)
@@ -301,14 +301,14 @@ class ColumnIndex:
     Attributes:
         name: Its quoted name, with its schema.
         definition: From its access method on, as `hnsw (v public.vector_cosine_ops)`.
-        valid: False while it is built, and after a concurrent build was ended.
-        partitioned: Whether it stands for indexes of partitions.
+        is_valid: False while it is built, and after a concurrent build was ended.
+        is_partitioned: Whether it stands for indexes of partitions.
     """
 
     name: str
     definition: str
-    valid: bool
-    partitioned: bool
+    is_valid: bool
+    is_partitioned: bool
 
 
 def definition_of(statement: str) -> str:
@@ -352,7 +352,7 @@ class SourceTable:
         self._quoted = self._known["table"].as_string()
         self.pgvector = self._unseen_schema()
         self._known |= {name: self.pgvector_name(name) for name in ("vector", "vector_send")} | {
-            name: self.operator(sign) for name, sign in _OPERATORS.items()
+            name: self.pgvector_operator(sign) for name, sign in _OPERATORS.items()
         }
         self.columns = self._columns()
         # However the table was named.
@@ -425,7 +425,7 @@ class SourceTable:
         """
         return sql.Identifier(*filter(None, (self.pgvector, name)))
 
-    def operator(self, sign: LiteralString) -> sql.Composable:
+    def pgvector_operator(self, sign: LiteralString) -> sql.Composable:
         """Return an operator of pgvector in statements.
 
         It has a schema only if pgvector's is not on the search path.
@@ -454,7 +454,7 @@ class SourceTable:
             )
         ]
 
-    def kind(self, column: str) -> str:
+    def vector_type(self, column: str) -> str:
         """Return the type of a column: vector or halfvec, or "" for another one.
 
         Raises:
@@ -463,7 +463,7 @@ class SourceTable:
         found = _VECTOR.fullmatch(self.columns[column])
         return found[1] if found else ""
 
-    def dim(self, column: str) -> int | None:
+    def declared_dim(self, column: str) -> int | None:
         """Return the declared dimension of a column of vectors; None without one.
 
         Also None for a column of another type.
@@ -595,10 +595,10 @@ class SourceTable:
             "array_agg(tgenabled::text) FILTER (WHERE tgrelid = to_regclass({relation})), "
             "array_agg(tgenabled::text) FILTER (WHERE tgrelid <> to_regclass({relation})), "
         )
-        found = self.query_all(query + TRIGGERS_DIGEST, **self.trigger_parts(function))[0]
+        found = self.query_all(query + TRIGGERS_DIGEST, **self.trigger_digest_values(function))[0]
         return Triggers(found[0], found[1] or [], found[2] or [], found[3])
 
-    def trigger_parts(self, function: sql.Identifier) -> dict[str, Any]:
+    def trigger_digest_values(self, function: sql.Identifier) -> dict[str, Any]:
         """Return the values that TRIGGERS_DIGEST is filled with: `function` and `relation`, as
         quoted texts.
         """
@@ -691,7 +691,7 @@ class SourceTable:
             )
         )
 
-    def dims(self, column: str) -> dict[int, int]:
+    def count_by_dim(self, column: str) -> dict[int, int]:
         """Count the rows of the condition by the dimension of their vector, the most frequent
         first; rows without a vector do not count.
 
@@ -711,7 +711,7 @@ class SourceTable:
             )
         )
 
-    def index_on(self) -> str:
+    def create_index_prefix(self) -> str:
         """Return the beginning of a statement that builds an index, up to USING.
 
         It is CONCURRENTLY, so that writers continue, except for a partitioned table, where
@@ -721,7 +721,7 @@ class SourceTable:
             return self.text("CREATE INDEX ON {here} USING ")
         return self.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
 
-    def generated(self, column: str) -> bool:
+    def is_generated(self, column: str) -> bool:
         """Return whether PostgreSQL computes a column.
 
         False for an unknown column.
@@ -739,7 +739,7 @@ class SourceTable:
             )
         )
 
-    def changed_text(self, column: str | None) -> sql.Composed:
+    def changed_condition(self, column: str | None) -> sql.Composed:
         """Return the rest of a trigger's condition: OR another value in a column, or in one of
         those that the condition of the rows reads, byte by byte.
 
@@ -764,7 +764,9 @@ class SourceTable:
         watched = dict.fromkeys([*filter(None, [column]), *self.where_columns])
         return sql.Composed([changed.format(sql.Identifier(one)) for one in watched])
 
-    def indexes(self, column: str, of: sql.Identifier | None = None) -> list[tuple[str, str]]:
+    def indexes(
+        self, column: str, other_table: sql.Identifier | None = None
+    ) -> list[tuple[str, str]]:
         """Return the operator class and the expression of each index that reads a column.
 
         With a condition of the rows, only those with the same condition; without such an index,
@@ -772,25 +774,25 @@ class SourceTable:
 
         Args:
             column: Name of the column.
-            of: Another table that has it; None for this table and its partitions.
+            other_table: Another table that has it; None for this table and its partitions.
 
         Returns:
             Sorted by operator class; invalid indexes count. A pair comes once for each condition of
-            its indexes; with a condition of the rows, and without `of`, it comes once. Empty
-            without an index or for an unknown column.
+            its indexes; with a condition of the rows, and without `other_table`, it comes once.
+            Empty without an index or for an unknown column.
 
         Raises:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        every = self.every_index(column, of)
-        if self.where is not None and of is None:
+        every = self.indexes_with_condition(column, other_table)
+        if self.where is not None and other_table is None:
             own = [one for one in every if one[2] == self.where]
             every = own or [one for one in every if one[2] is None]
         return [(name, expression) for name, expression, _ in every]
 
-    def every_index(
-        self, column: str, of: sql.Identifier | None = None
+    def indexes_with_condition(
+        self, column: str, other_table: sql.Identifier | None = None
     ) -> list[tuple[str, str, str | None]]:
         """Return operator class, expression and condition of each index that reads a column.
 
@@ -799,7 +801,7 @@ class SourceTable:
 
         Args:
             column: Name of the column.
-            of: Another table that has it; None for this table and its partitions.
+            other_table: Another table that has it; None for this table and its partitions.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -817,7 +819,7 @@ class SourceTable:
             "WHERE attname = {column} AND (indrelid = to_regclass({relation}) "
             "OR indrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({relation})))) "
             "ORDER BY 1, 2, 3",
-            relation=(of or self._known["here"]).as_string(),
+            relation=(other_table or self._known["here"]).as_string(),
             column=column,
         )
 
@@ -1033,14 +1035,14 @@ class SourceTable:
         )
         return comment
 
-    def window_condition(self, window: Window, of: str) -> sql.Composable:
-        """Return the condition of a window on the key of a table with the alias `of`.
+    def window_condition(self, window: Window, alias: str) -> sql.Composable:
+        """Return the condition of a window on the key of a table with the alias `alias`.
 
         The lower bound is exclusive, the upper one inclusive; without bounds it is "true". Nothing
         is sent.
         """
         bounds = [(sql.SQL(">"), window.lower), (sql.SQL("<="), window.upper)]
-        key = sql.Identifier(of, self.key)
+        key = sql.Identifier(alias, self.key)
         conditions = [
             sql.SQL("{} {} {}").format(key, sign, bound)
             for sign, bound in bounds
@@ -1137,7 +1139,7 @@ class SourceTable:
                 rows: list[Any] = connection.execute(self.compose(query, **parts)).fetchall()
                 return rows
 
-        return self._connections.read(ask)
+        return self._connections.call(ask)
 
     def close(self) -> None:
         """Close the connections of all threads; a later query opens new ones."""
@@ -1165,7 +1167,7 @@ class SourceTable:
                 rows: list[Any] = cursor.execute(self.compose(query, **parts)).fetchall()
                 return rows
 
-        return self._connections.read(ask)
+        return self._connections.call(ask)
 
     def copy_out(self, query: LiteralString, **parts: object) -> bytes:
         """Return all rows in COPY's binary form, without its header and trailer.
@@ -1186,7 +1188,7 @@ class SourceTable:
             with connection.cursor() as cursor, cursor.copy(statement) as copy:
                 return b"".join(copy)[len(_HEAD) : -len(_END)]
 
-        return self._connections.read(ask)
+        return self._connections.call(ask)
 
     def query_one(self, query: LiteralString, **parts: object) -> Any:
         """Return the first value of the first row; None without rows.
@@ -1378,8 +1380,8 @@ class Changes:
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
-        if there.function_source == body and (there.states, there.partition_states) == on:
-            return there.digest
+        if there.function_source == body and (there.trigger_states, there.partition_states) == on:
+            return there.states_digest
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
         # Where a condition's comparison of vectors is found, once: when the trigger is made.
         for statement in self._table.search_path_statement():
@@ -1400,7 +1402,7 @@ class Changes:
             )
             self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)
         self.give_to_owner("FUNCTION", sql.SQL("{}()").format(names["function"]))
-        return self._table.triggers(names["function"]).digest
+        return self._table.triggers(names["function"]).states_digest
 
     def drop_other_triggers(self, **names: sql.Identifier) -> None:
         """Drop trigger functions of nobackfill, with their triggers, that empty the column `new`

@@ -106,24 +106,25 @@ class Target:
     Attributes:
         name: Name of the new column, collection or file; `table:NAME` for a table in PostgreSQL.
         dim: Dimension of the new vectors.
-        mark: Digest of the map or model that computes them. Vectors with different marks are never
-            mixed under one name.
+        computer_digest: Digest of the map or model that computes them. Vectors with different
+            marks are never mixed under one name.
         model: Fingerprint of the model in whose space they are; None if it is not known.
-        content: The column that they are computed from; None if they are computed from the old
-            vectors. A change of it makes a new vector stale.
-        native: Whether a model computes them from the items. Stale ones among them cannot be found
-            later by comparison with a map.
-        reversible: Whether a flip must be reversible: until the old vectors are dropped, the store
-            tells which of them may be stale because their new vector was written after the flip.
+        content_column: The column that they are computed from; None if they are computed from the
+            old vectors. A change of it makes a new vector stale.
+        is_native: Whether a model computes them from the items. Stale ones among them cannot be
+            found later by comparison with a map.
+        must_be_reversible: Whether a flip must be reversible: until the old vectors are dropped,
+            the store tells which of them may be stale because their new vector was written after
+            the flip.
     """
 
     name: str
     dim: int
-    mark: str
+    computer_digest: str
     model: str | None = None
-    content: str | None = None
-    native: bool = False
-    reversible: bool = False
+    content_column: str | None = None
+    is_native: bool = False
+    must_be_reversible: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class TargetVectors(Protocol):
     """
 
     @property
-    def at_once(self) -> int:
+    def concurrent_windows(self) -> int:
         """Return the number of windows that threads may migrate at the same time; at least 1.
 
         It may ask the store at each call.
@@ -232,7 +233,7 @@ class Flippable(TargetVectors, Protocol):
         """
 
     @property
-    def put_by_writers(self) -> bool:
+    def writers_put_new_vectors(self) -> bool:
         """Tell whether writers put new vectors before the flip; then a flip checks no vector."""
 
     def prepare_flip(self) -> AbstractContextManager[None]:
@@ -424,7 +425,7 @@ class Source(Protocol):
 class WarningSource(Source, Protocol):
     """A source that predicts the side effects of writing new vectors."""
 
-    def warnings(self, to: str) -> list[str]:
+    def warnings(self, new_name: str) -> list[str]:
         """Return sentences about side effects of writing vectors under a name; empty if none.
 
         Raises:
@@ -454,12 +455,12 @@ class Reversible(Source, Protocol):
 
     Attributes:
         vector: The column of its vectors.
-        renames: Whether a flip gives the new vectors the name of the old ones. If not, both sides
-            stay under their names, and programs search with the other one.
+        flip_renames: Whether a flip gives the new vectors the name of the old ones. If not, both
+            sides stay under their names, and programs search with the other one.
     """
 
     vector: str
-    renames: bool
+    flip_renames: bool
 
     @property
     def flip_name(self) -> str:
@@ -482,7 +483,7 @@ class Reversible(Source, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def name_model(self, model: str) -> None:
+    def record_model(self, model: str) -> None:
         """Write the fingerprint of the model in whose space the vectors are into the store.
 
         An earlier fingerprint is replaced. A source of some rows of a table does nothing.
@@ -542,18 +543,18 @@ class Reversible(Source, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def flip_back(self, to: str, *, lose: bool = False) -> int:
+    def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones.
 
         Args:
-            to: The name that the new vectors had before the flip.
-            lose: Whether rows may lose their only vector, which is a new one.
+            new_name: The name that the new vectors had before the flip.
+            allow_loss: Whether rows may lose their only vector, which is a new one.
 
         Returns:
             The number of rows that lost their only vector.
 
         Raises:
-            InvalidInputError: Rows have only a new vector and `lose` is False, another object
+            InvalidInputError: Rows have only a new vector and `allow_loss` is False, another object
                 depends on the new ones, or the flip was not reversible (see Target).
             NotFoundError: There are no old vectors.
             BusyError: Others hold the store.
@@ -586,8 +587,8 @@ class EmbeddedSource(Source, Protocol):
             InvalidInputError: A file cannot be read.
         """
 
-    def reads(self) -> str:
-        """Return the role in which the texts were embedded, as `Embedder.reads`; empty if none.
+    def text_role(self) -> str:
+        """Return the role in which the texts were embedded, as `Embedder.text_role`; empty if none.
 
         It is read at the opening.
         """
@@ -597,7 +598,7 @@ class EmbeddedSource(Source, Protocol):
 class Dimensioned(Source, Protocol):
     """A source whose items may have vectors of several dimensions."""
 
-    def dims(self) -> dict[int, int]:
+    def count_by_dim(self) -> dict[int, int]:
         """Count the items by the dimension of their vector; items without one do not count. Every
         vector may be read.
 

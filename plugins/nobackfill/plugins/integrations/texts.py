@@ -90,15 +90,20 @@ class DualTexts:
         dual: The search.
         source: The store of `dual`.
         column: The store's column or field with the texts.
-        old: Embeds a query with the old model.
-        new: Embeds a query with the new model.
+        embed_old: Embeds a query with the old model.
+        embed_new: Embeds a query with the new model.
     """
 
     def __init__(
-        self, dual: "Dual", source: "Searchable", column: str, old: EmbedQuery, new: EmbedQuery
+        self,
+        dual: "Dual",
+        source: "Searchable",
+        column: str,
+        embed_old: EmbedQuery,
+        embed_new: EmbedQuery,
     ) -> None:
         self._dual, self._source, self._column = dual, source, column
-        self._old, self._new = old, new
+        self._old, self._new = embed_old, embed_new
 
     def search(self, query: str, k: int) -> list[StoredText]:
         """Return the k nearest texts, nearest first; an item without a text is left out, so there

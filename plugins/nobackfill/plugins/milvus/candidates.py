@@ -142,7 +142,7 @@ class Candidates:
             labels += self._collections.search(name, table.spec, query, more, ef, since=since)
         yield labels, False
         if expression != EVERYTHING:
-            matching = self._collections.matching(name, expression, SMALL, since)
+            matching = self._collections.matching_labels(name, expression, SMALL, since)
             if matching is not None:
                 yield matching, True
         yield nearest(min(_WIDER * limit, MOST)), False

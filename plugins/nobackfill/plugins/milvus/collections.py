@@ -249,7 +249,7 @@ class Collections:
         )
         return int(rows[0]["count(*)"])
 
-    def matching(
+    def matching_labels(
         self, name: str, expression: str, most: int, since: int | None = None
     ) -> list[int] | None:
         """Return the labels of all rows that pass an expression.

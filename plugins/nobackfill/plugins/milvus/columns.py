@@ -27,16 +27,16 @@ _ALL = 2**63 - 1
 Columns = Mapping[str, int | float]
 
 
-class Mark(NamedTuple):
+class ColumnMark(NamedTuple):
     """The content of a column.
 
     Attributes:
-        token: a hash; 0 in an empty column.
-        number: the number, if the hash is that of a key's numbers or times; else 0.
+        hash_token: a hash; 0 in an empty column.
+        number_value: the number, if the hash is that of a key's numbers or times; else 0.
     """
 
-    token: int
-    number: float = 0.0
+    hash_token: int
+    number_value: float = 0.0
 
 
 def hash_texts(*parts: str) -> int:
@@ -151,19 +151,21 @@ def columns_of(facets: Mapping[str, Mapping[str, Sequence[Any]]]) -> Columns:
             break
     return {
         "upto": upto,
-        **{f"t{place}": mark.token for place, mark in enumerate(facts.marks)},
-        **{f"k{place}": mark.token for place, mark in enumerate(numbers.marks)},
-        **{f"n{place}": mark.number for place, mark in enumerate(numbers.marks)},
+        **{f"t{place}": mark.hash_token for place, mark in enumerate(facts.marks)},
+        **{f"k{place}": mark.hash_token for place, mark in enumerate(numbers.marks)},
+        **{f"n{place}": mark.number_value for place, mark in enumerate(numbers.marks)},
     }
 
 
-def _marks_of(key: str, facet: Mapping[str, Sequence[Any]]) -> tuple[list[Mark], list[Mark]]:
+def _marks_of(
+    key: str, facet: Mapping[str, Sequence[Any]]
+) -> tuple[list[ColumnMark], list[ColumnMark]]:
     facts = [key_token(key)] if facet.get("s") else []
     facts += [text_token(key, text) for text in facet.get("s", ())]
     facts += [flag_token(key, flag) for flag in facet.get("b", ())]
-    numbers = [Mark(number_token(key), float(number)) for number in facet.get("n", ())]
-    numbers += [Mark(time_token(key), float(time)) for time in facet.get("t", ())]
-    return [Mark(one) for one in facts], numbers
+    numbers = [ColumnMark(number_token(key), float(number)) for number in facet.get("n", ())]
+    numbers += [ColumnMark(time_token(key), float(time)) for time in facet.get("t", ())]
+    return [ColumnMark(one) for one in facts], numbers
 
 
 class _Row:
@@ -171,19 +173,19 @@ class _Row:
     to make room."""
 
     def __init__(self, width: int) -> None:
-        self.marks = [Mark(_NONE)] * width
+        self.marks = [ColumnMark(_NONE)] * width
 
-    def take(self, marks: Sequence[Mark]) -> bool:
+    def take(self, marks: Sequence[ColumnMark]) -> bool:
         """Place all marks, each once; return whether there was room."""
         return all(self._take(mark, set()) for mark in dict.fromkeys(marks))
 
-    def _take(self, mark: Mark, visited: set[int]) -> bool:
-        for place in possible_columns(mark.token, len(self.marks)):
+    def _take(self, mark: ColumnMark, visited: set[int]) -> bool:
+        for place in possible_columns(mark.hash_token, len(self.marks)):
             if place in visited:
                 continue
             visited.add(place)
             present = self.marks[place]
-            if present.token == _NONE or self._take(present, visited):
+            if present.hash_token == _NONE or self._take(present, visited):
                 self.marks[place] = mark
                 return True
         return False

@@ -128,7 +128,7 @@ class Feeder:
 
         return self._database.write(work)
 
-    def settle(self, schema: str, info: SpaceInfo, check_stop: Callable[[], None]) -> None:
+    def wait_until_fed(self, schema: str, info: SpaceInfo, check_stop: Callable[[], None]) -> None:
         """Wait until Milvus has the vectors of a space and a graph of them; feed them if necessary.
 
         Milvus can answer before, but without a graph it compares vectors one by one. Pending labels
@@ -177,7 +177,7 @@ class Feeder:
         was_fed = journal.fed_until(connection, schema, info.number) is not None
         if was_fed and not self._collections.exists(name):
             # The collection was lost: mark all of the space as pending before creating it again.
-            journal.note_all(connection, schema, info)
+            journal.mark_all_pending(connection, schema, info)
         self._collections.make(name, info.spec)
         table = table_of(schema, info.number)
         present, vectors, _ = copy_out(connection, table, labels_condition(labels), info.spec.dim)
@@ -309,7 +309,7 @@ class Feeder:
 
         def work(connection: Connection) -> None:
             if journal.try_lock(connection, schema):
-                journal.note_all(connection, schema, info)
+                journal.mark_all_pending(connection, schema, info)
 
         self._database.write(work)
 

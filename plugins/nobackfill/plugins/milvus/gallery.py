@@ -230,7 +230,7 @@ class HostedInMilvus(HostedInDatabase):
         info = self._gallery.space(space)
         self._gallery.advance_frontier(space)
         if self._gallery.count(space) > limits.SMALL:
-            self._feeder.settle(self._gallery.schema, info, check_stop)
+            self._feeder.wait_until_fed(self._gallery.schema, info, check_stop)
         wait_for_milvus(
             self._gallery,
             info,

@@ -141,10 +141,10 @@ def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     if not _watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
             run(connection, _TRIGGER.format(schema, event, table, which, info.number))
-        note_all(connection, schema, info)
+        mark_all_pending(connection, schema, info)
 
 
-def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
+def mark_all_pending(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Mark all vectors of a space as pending, and forget when it was last fed.
 
     Labels that are pending already are not added again. The caller commits.

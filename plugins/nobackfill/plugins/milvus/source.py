@@ -374,56 +374,56 @@ class MilvusStore:
         """Return whether a collection or an alias has this name."""
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
-    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
+    def create_copy(self, target: Target, original: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of an existing one.
 
         After an error, the collection may exist without some of its partitions.
 
         Args:
             target: name and dimension of the new collection; its other fields are ignored.
-            like: the existing collection, whose fields, indexes, partitions, consistency level and
-                time to live are copied.
+            original: the existing collection, whose fields, indexes, partitions, consistency level
+                and time to live are copied.
             facts: facts to record in the same step.
 
         Raises:
-            TypeError: `like` is no MilvusCollection.
+            TypeError: `original` is no MilvusCollection.
             InvalidInputError: the name is in use, or is not valid; or Milvus refuses the request
                 otherwise.
             NotFoundError: the existing collection was dropped.
         """
-        if not isinstance(like, MilvusCollection):
-            raise TypeError(like)
-        schema = like.schema(target.dim)
-        properties = like.properties | _marks(facts)
+        if not isinstance(original, MilvusCollection):
+            raise TypeError(original)
+        schema = original.schema(target.dim)
+        properties = original.properties | _marks(facts)
         call_milvus(
             target.name,
             lambda: self._client.create_collection(
-                target.name, schema=schema, properties=properties, **like.options
+                target.name, schema=schema, properties=properties, **original.create_options
             ),
         )
-        self.complete(self.open_collection(target.name), like)
+        self.complete_copy(self.open_collection(target.name), original)
 
-    def complete(self, copy: Collection, like: Collection) -> None:
+    def complete_copy(self, copy: Collection, original: Collection) -> None:
         """Create the indexes and partitions of a collection that its copy lacks.
 
         The index of the vectors comes last: without it, a copy is not complete.
 
         Args:
             copy: the copy.
-            like: the original.
+            original: the original.
 
         Raises:
-            TypeError: `like` is no MilvusCollection.
+            TypeError: `original` is no MilvusCollection.
             NotFoundError: one of the collections was dropped.
         """
-        if not isinstance(like, MilvusCollection):
-            raise TypeError(like)
-        partitions = like.partitions()
+        if not isinstance(original, MilvusCollection):
+            raise TypeError(original)
+        partitions = original.partitions()
         for name in partitions:
             make_partition(self._client, copy.name, name)
         present = {one["field_name"] for one in _indexes(self._client, copy.name)}
-        indexes = indexes_of(self._client, like.name)
-        for one in sorted(indexes, key=lambda one: one.field_name == like.vector):
+        indexes = indexes_of(self._client, original.name)
+        for one in sorted(indexes, key=lambda one: one.field_name == original.vector):
             if one.field_name not in present:
                 missing = self._client.prepare_index_params()
                 missing.append(one)
@@ -432,7 +432,7 @@ class MilvusStore:
                     lambda missing=missing: self._client.create_index(copy.name, missing),  # type: ignore[misc]
                 )
 
-    def settle(self, copy: Collection) -> None:
+    def wait_for_index(self, copy: Collection) -> None:
         """Wait until Milvus has built the index of a copy's vectors, and loaded the copy.
 
         Rows of the last segment are sealed for it. It waits up to 10 minutes.
@@ -473,14 +473,15 @@ class MilvusStore:
             )
         if not isinstance(collection, MilvusCollection):
             raise TypeError(collection)
-        if collection.numbers_itself:
+        if collection.generates_keys:
             sentences.append(
                 "Milvus generates its keys (auto_id), which a copy cannot do: it needs the same "
                 "keys. Copy the items into a collection to which your programs give the keys"
             )
-        if collection.odd_vectors:
+        if collection.unreadable_vector_fields:
             sentences.append(
-                f"vectors of {join_few(collection.odd_vectors)} cannot be copied: only 32-bit "
+                f"vectors of {join_few(collection.unreadable_vector_fields)} cannot be copied: "
+                "only 32-bit "
                 "floats and sparse vectors can. Copy the items into a collection without them"
             )
         return sentences
@@ -488,7 +489,7 @@ class MilvusStore:
     def _aliases(self, name: str) -> list[str]:
         return sorted(call_milvus(name, lambda: self._client.list_aliases(name))["aliases"])
 
-    def lead(self, name: str, collection: str) -> None:
+    def redirect_name(self, name: str, collection: str) -> None:
         """Let an alias lead to another collection, in one step.
 
         Raises:
@@ -501,7 +502,7 @@ class MilvusStore:
         """Return the Python call by which the owner lets an alias lead to another collection."""
         return f"client.alter_alias({collection!r}, {name!r})"
 
-    def note(self, collection: str, facts: Mapping[str, str]) -> None:
+    def record_facts(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts in a collection's properties; the other properties stay.
 
         Raises:
@@ -526,7 +527,7 @@ class MilvusStore:
             *others,
         ]
 
-    def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+    def lock_name(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of an alias out, by a lock file.
 
         It lies next to a file of milvus-lite; for a server it lies in `~/.cache/nobackfill` (or
@@ -553,7 +554,7 @@ class MilvusStore:
             )
         call_milvus(name, lambda: self._client.drop_collection(name))
 
-    def steps(self, old: Collection, new: Collection) -> list[str]:
+    def flip_steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips, as sentences and Python calls.
 
         The old collection's aliases are read, and nothing is changed.
@@ -573,7 +574,7 @@ class MilvusStore:
                 f"search {new.name!r} in place of {old.name!r}; with an alias, "
                 f"client.create_alias({new.name!r}, ALIAS), the next change is one call"
             )
-        if isinstance(old, MilvusCollection) and old.numbers_itself:
+        if isinstance(old, MilvusCollection) and old.generates_keys:
             steps.append("writers must put keys from now on: the new collection generates none")
         return steps
 
@@ -596,9 +597,9 @@ class MilvusCollection:
         vector: the field of the vectors.
         copy_facts: the facts that were recorded when it was created as a copy.
         properties: the owner's properties that a copy gets, too.
-        numbers_itself: whether Milvus generates the keys.
-        options: options of the call that creates a copy.
-        odd_vectors: fields of vectors that are neither 32-bit floats nor sparse.
+        generates_keys: whether Milvus generates the keys.
+        create_options: options of the call that creates a copy.
+        unreadable_vector_fields: fields of vectors that are neither 32-bit floats nor sparse.
     """
 
     def __init__(self, client: Any, name: str, vector: str | None) -> None:
@@ -615,7 +616,7 @@ class MilvusCollection:
         self.properties = {key: properties[key] for key in _PROPERTIES if key in properties}
         self._key = next(n for n, one in self._fields.items() if one.get("is_primary"))
         self._texts = self._fields[self._key]["type"] == DataType.VARCHAR
-        self.numbers_itself = bool(results.get("auto_id") or self._fields[self._key].get("auto_id"))
+        self.generates_keys = bool(results.get("auto_id") or self._fields[self._key].get("auto_id"))
         dense = [n for n, one in self._fields.items() if one["type"] == DataType.FLOAT_VECTOR]
         if (vector is None and len(dense) != 1) or (vector is not None and vector not in dense):
             raise InvalidInputError(
@@ -624,7 +625,9 @@ class MilvusCollection:
                 "--vector"
             )
         self.vector = vector or dense[0]
-        self.odd_vectors = [n for n, one in self._fields.items() if one["type"] in _ODD_VECTORS]
+        self.unreadable_vector_fields = [
+            n for n, one in self._fields.items() if one["type"] in _ODD_VECTORS
+        ]
         for kind, found in (
             ("functions", "functions that compute fields"),
             ("struct_array_fields", "arrays of structs"),
@@ -639,12 +642,12 @@ class MilvusCollection:
         self._dim = int(self._fields[self.vector]["params"]["dim"])
         self._description = str(results.get("description") or "")
         self._by_key = any(one.get("is_partition_key") for one in self._fields.values())
-        self.options = {
+        self.create_options = {
             "consistency_level": results.get("consistency_level", 0),
             "num_shards": results.get("num_shards") or 1,
         }
         if self._by_key:
-            self.options["num_partitions"] = results["num_partitions"]
+            self.create_options["num_partitions"] = results["num_partitions"]
         self._loaded = False
 
     def _load(self) -> None:
@@ -792,10 +795,10 @@ class MilvusCollection:
             for first in range(0, len(some), _PAGE):
                 rows = [
                     {
-                        **one.values,
+                        **one.other_values,
                         self._key: one.key,
                         self.vector: vectors[row],
-                        OF: one.note(vectors[row]),
+                        OF: one.copy_origin(vectors[row]),
                     }
                     for row in some[first : first + _PAGE]
                     for one in [records[row]]

@@ -130,7 +130,7 @@ class Site:
         """
         self._routes.append(Route(path, page, methods=["GET"]))
 
-    def text(self, request: Request, template: str, **values: Any) -> str:
+    def render(self, request: Request, template: str, **values: Any) -> str:
         """Render a template.
 
         Args:
@@ -153,23 +153,25 @@ class Site:
         page = self._environment.get_template(template)
         return page.render(base=base, here=path, **self._shared, **values)
 
-    def show(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+    def respond_with_page(
+        self, request: Request, template: str, status: int = 200, **values: Any
+    ) -> Response:
         """Respond with a rendered template.
 
         Args:
             request: the present request.
             template: the name of the template.
             status: the HTTP status.
-            values: names for the template, as in `text`.
+            values: names for the template, as in `render`.
 
         Raises:
             jinja2.TemplateNotFound: there is no such template.
             jinja2.UndefinedError: the template uses a name that nobody gives.
-            TypeError: `values` has a name that `text` gives itself.
+            TypeError: `values` has a name that `render` gives itself.
         """
-        return HTMLResponse(self.text(request, template, **values), status)
+        return HTMLResponse(self.render(request, template, **values), status)
 
-    def go(self, request: Request, path: str) -> Response:
+    def redirect(self, request: Request, path: str) -> Response:
         """Redirect the browser to another page of the site after an action.
 
         Args:
@@ -202,7 +204,7 @@ class Site:
 
     def _refusal(self, request: Request, error: Exception) -> Response:
         if self._login and isinstance(error, UnauthenticatedError) and request.method == "GET":
-            return self.go(request, self._login)
+            return self.redirect(request, self._login)
         status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
         return self._error(request, str(error), status)
 
@@ -213,7 +215,7 @@ class Site:
     def _error(self, request: Request, sentence: str, status: int) -> Response:
         part = "hx-request" in request.headers
         template = "notice.html.j2" if part else "error.html.j2"
-        return self.show(request, template, status, sentence=sentence)
+        return self.respond_with_page(request, template, status, sentence=sentence)
 
 
 def parse_form(body: bytes) -> dict[str, str]:

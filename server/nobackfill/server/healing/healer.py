@@ -134,7 +134,10 @@ class Healer(Reembedding[int]):
             return True
         if self._batch:
             cost, cost_before, (shortest, longest) = self.cost, self._cost_before, _FAILURE_PAUSES
-            has_failed = cost.failed > cost_before.failed and cost.embedded == cost_before.embedded
+            has_failed = (
+                cost.failed_items > cost_before.failed_items
+                and cost.embedded_items == cost_before.embedded_items
+            )
             self._pause = min(2 * self._pause or shortest, longest) if has_failed else 0.0
             self._batch, self._paused = {}, time.monotonic() + self._pause
         return time.monotonic() < self._paused

@@ -234,12 +234,12 @@ class HealingSeries(Collector):
             "Items re-embedded from their source, by outcome.",
             labels=["outcome"],
         )
-        embedded.add_metric(["kept"], sum(report.cost.embedded for report in reports))
-        embedded.add_metric(["failed"], sum(report.cost.failed for report in reports))
+        embedded.add_metric(["kept"], sum(report.cost.embedded_items for report in reports))
+        embedded.add_metric(["failed"], sum(report.cost.failed_items for report in reports))
         yield embedded
         yield CounterMetricFamily(
             "nobackfill_healing_read_bytes", "Bytes read from sources.",
-            value=sum(report.cost.bytes for report in reports),
+            value=sum(report.cost.bytes_read for report in reports),
         )  # fmt: skip
         yield CounterMetricFamily(
             "nobackfill_healing_seconds", "Seconds of threads that read and re-embedded items.",
@@ -631,9 +631,9 @@ class Healing:
                 # Two threads may close the same healer when the gateway stops.
                 if healer in self._replaced:
                     self._replaced.remove(healer)
-                    past.embedded += cost.embedded
-                    past.failed += cost.failed
-                    past.bytes += cost.bytes
+                    past.embedded_items += cost.embedded_items
+                    past.failed_items += cost.failed_items
+                    past.bytes_read += cost.bytes_read
                     past.seconds += cost.seconds
 
     def _run(self) -> None:

@@ -99,7 +99,8 @@ class FileLedger(LedgerFile[int]):
     """Keep the ledger in a file next to the gallery; a lost or damaged file begins empty."""
 
     # Claims of an earlier process end: only this process uses the folder.
-    opening = f"{LedgerFile.opening}DELETE FROM claim WHERE until < {time.time() + CLAIM_SECONDS};"  # noqa: S608
+    _end_claims = f"DELETE FROM claim WHERE until < {time.time() + CLAIM_SECONDS};"  # noqa: S608
+    schema_statements = LedgerFile.schema_statements + _end_claims
     synchronous = "NORMAL"
 
     def __init__(self, folder: Path, store: Store, space: str) -> None:

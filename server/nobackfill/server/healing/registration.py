@@ -121,10 +121,10 @@ class HealingSource:
     def limits(self) -> ReembeddingLimits:
         """Return the limits of a query and of a day; `hits` is not among them."""
         return ReembeddingLimits(
-            seconds=self.seconds,
-            bytes_a_query=self.bytes_a_query,
-            concurrency=self.concurrency,
-            a_day=self.a_day,
+            wait_seconds=self.seconds,
+            bytes_per_query=self.bytes_a_query,
+            concurrent_batches=self.concurrency,
+            items_per_day=self.a_day,
         )
 
 

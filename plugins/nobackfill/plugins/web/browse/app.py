@@ -59,23 +59,23 @@ class PageTask:
 
     Attributes:
         title: the name of the task.
-        start: when the present step began, in seconds of the monotonic clock.
+        step_start: when the present step began, in seconds of the monotonic clock.
         step: the name of the present step; empty before the first one.
-        count: how much of the step has ended.
-        total: the size of the step; 0 if it is not known.
+        step_count: how much of the step has ended.
+        step_total: the size of the step; 0 if it is not known.
         notes: remarks, at most 100.
-        outcome: empty while the task runs; then one sentence, an error if `failed`.
-        failed: whether the task ended with an error.
+        outcome: empty while the task runs; then one sentence, an error if `has_failed`.
+        has_failed: whether the task ended with an error.
     """
 
     title: str
-    start: float = field(default_factory=time.monotonic)
+    step_start: float = field(default_factory=time.monotonic)
     step: str = ""
-    count: int = 0
-    total: int = 0
+    step_count: int = 0
+    step_total: int = 0
     notes: list[str] = field(default_factory=list)
     outcome: str = ""
-    failed: bool = False
+    has_failed: bool = False
 
     @property
     def running(self) -> bool:
@@ -89,9 +89,13 @@ class PageTask:
         None if its size is not known, or if it has not begun or has ended. A task that failed
         within a step still has a value: look at `running` first.
         """
-        if not 0 < self.count < self.total:
+        if not 0 < self.step_count < self.step_total:
             return None
-        return (time.monotonic() - self.start) / self.count * (self.total - self.count)
+        return (
+            (time.monotonic() - self.step_start)
+            / self.step_count
+            * (self.step_total - self.step_count)
+        )
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,10 @@ class _TaskOutput(Output):
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         task = self.task
-        task.step, task.count, task.total, task.start = what, 0, 0, time.monotonic()
+        task.step, task.step_count, task.step_total, task.step_start = what, 0, 0, time.monotonic()
 
         def advance(count: int, total: int) -> None:
-            task.count, task.total = min(count, total), total
+            task.step_count, task.step_total = min(count, total), total
 
         yield advance
 
@@ -159,10 +163,10 @@ def _run(task: PageTask, work: Callable[[Output], str]) -> None:
     try:
         task.outcome = work(_TaskOutput(bars=False, task=task)) or "done"
     except NobackfillError as error:
-        task.failed = True
+        task.has_failed = True
         task.outcome = str(error)
     except BaseException:
-        task.failed = True
+        task.has_failed = True
         task.outcome = "An unexpected error occurred: see the terminal of edge-client browse."
         raise
 
@@ -320,17 +324,17 @@ class HitTile:
 
     Attributes:
         label: the item's label.
-        name: the text below the thumbnail.
+        caption: the text below the thumbnail.
         score: the probability of a match, 0 to 1; None without a calibration.
-        kind: compared with another ranking, "new" or "gone"; else empty.
-        note: "new", "gone", or the change of position; empty without a change.
+        change_kind: compared with another ranking, "new" or "gone"; else empty.
+        change_text: "new", "gone", or the change of position; empty without a change.
     """
 
     label: int
-    name: str
+    caption: str
     score: float | None = None
-    kind: str = ""
-    note: str = ""
+    change_kind: str = ""
+    change_text: str = ""
 
 
 class ItemPages:
@@ -393,7 +397,7 @@ class ItemPages:
         pairs = [("where", one) for one in texts]
         more = None if last is None else urlencode([*pairs, ("after", last.to_token())])
         filters = [(one, urlencode([pair for pair in pairs if pair[1] != one])) for one in texts]
-        return self._site.show(
+        return self._site.respond_with_page(
             request,
             "tiles.html.j2" if "hx-request" in request.headers else "photos.html.j2",
             items=[item for item, _ in items],
@@ -428,7 +432,7 @@ class ItemPages:
             with suppress(NotFoundError):
                 old_answer = previous.by_id(item.id, COMPARED)
         migration = self._device.state("carried", {}).get(str(active.spec.release), {})
-        return self._site.show(
+        return self._site.respond_with_page(
             request,
             "item.html.j2",
             item=item,
@@ -521,7 +525,7 @@ class ItemPages:
         old_tiles = [
             tile
             if tile.label in new_labels
-            else HitTile(tile.label, tile.name, tile.score, "gone", "gone")
+            else HitTile(tile.label, tile.caption, tile.score, "gone", "gone")
             for tile in old
         ]
         new_tiles = []
@@ -535,7 +539,7 @@ class ItemPages:
                 else ""
             )
             kind = "new" if old_position is None else ""
-            new_tiles.append(HitTile(tile.label, tile.name, tile.score, kind, note))
+            new_tiles.append(HitTile(tile.label, tile.caption, tile.score, kind, note))
         return old_tiles, new_tiles
 
     def _one(self, request: Request) -> StoredItem:
@@ -620,7 +624,7 @@ class SearchPages:
         if previous is not None:
             old_answer = self._view.by_image(previous, picture, COMPARED, where)
             changed = self._items.compare(old_answer, answer)
-        return self._site.show(
+        return self._site.respond_with_page(
             request,
             "hits_of_picture.html.j2",
             hits=self._items.tiles(answer),
@@ -656,7 +660,7 @@ class ReleasePages:
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             OSError: a file of the gallery disappears during the request, or cannot be read.
         """
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "release.html.j2", gallery=status(self._device), size=format_bytes,
             task=self._desk.task, manifest=self._device.active(),
         )  # fmt: skip
@@ -675,8 +679,8 @@ class ReleasePages:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
         except NobackfillError as error:
             # Without a network this is no error of the person who looks.
-            return self._site.show(request, "notice.html.j2", sentence=str(error))
-        return self._site.show(
+            return self._site.respond_with_page(request, "notice.html.j2", sentence=str(error))
+        return self._site.respond_with_page(
             request, "preview.html.j2", report=report, sentence=describe_report(report)
         )
 
@@ -699,7 +703,7 @@ class ReleasePages:
             return describe_report(report)
 
         self._desk.start("Sync", work)
-        return self._site.go(request, "/release")
+        return self._site.redirect(request, "/release")
 
     def rollback(self, request: Request, body: bytes) -> Response:
         """Return to the previous release, and hold the present one back.
@@ -715,7 +719,7 @@ class ReleasePages:
             CannotWriteError: the disk is full or read-only.
         """
         roll_back(self._device)
-        return self._site.go(request, "/release")
+        return self._site.redirect(request, "/release")
 
     def re_embed(self, request: Request, body: bytes) -> Response:
         """Start to re-embed one item from its file, or a number of the least certain items.
@@ -749,7 +753,7 @@ class ReleasePages:
                 )  # fmt: skip
 
             self._desk.start("Re-embedding", one)
-            return self._site.go(request, f"/item/{label}")
+            return self._site.redirect(request, f"/item/{label}")
         most = _number("the number of pictures", form.get("count", ""), _MOST_ITEMS)
 
         def work(output: Output) -> str:
@@ -757,7 +761,7 @@ class ReleasePages:
             return f"{count} of the least certain items were re-embedded from their files."
 
         self._desk.start("Re-embedding", work)
-        return self._site.go(request, "/uncertain")
+        return self._site.redirect(request, "/uncertain")
 
     async def progress(self, request: Request) -> Response:
         """Send the progress of the last task as server-sent events, until it has ended.
@@ -771,7 +775,7 @@ class ReleasePages:
         last_text = ""
         while (task := self._desk.task) is not None and not is_ending(request):
             running = task.running
-            text = self._site.text(request, "progress.html.j2", task=task)
+            text = self._site.render(request, "progress.html.j2", task=task)
             if text != last_text:
                 last_text = text
                 yield ServerSentEvent(text, event="progress")

@@ -92,7 +92,7 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     playground = Playground(sessions, embed, site)
 
     def login(request: Request) -> Response:
-        return site.show(request, "login.html.j2")
+        return site.respond_with_page(request, "login.html.j2")
 
     def enter(request: Request, body: bytes) -> Response:
         token = parse_form(body).get("token", "").strip()

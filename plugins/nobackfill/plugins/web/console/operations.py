@@ -24,7 +24,7 @@ from nobackfill.errors import (
 from nobackfill.plugins.web.console.sessions import (
     ConsoleCaller,
     ConsoleSessions,
-    Load,
+    GatewayLoad,
     LoadMeter,
 )
 from nobackfill.plugins.web.listener import is_ending
@@ -198,11 +198,11 @@ class RolloutView:
         release: the release.
         rollout: cutover, dual, direct, or unspecified (as the release declares).
         phase: the phase in lower case.
-        count: items migrated so far.
-        total: items to migrate; 0 if it is not known.
+        migrated_items: items migrated so far.
+        total_items: items to migrate; 0 if it is not known.
         message: the gateway's last message.
-        ended: whether no more reports will come.
-        failed: whether it failed.
+        has_ended: whether no more reports will come.
+        has_failed: whether it failed.
         migration_start: when the first item was migrated, in seconds of the monotonic clock; None
             before.
     """
@@ -210,11 +210,11 @@ class RolloutView:
     release: int
     rollout: str
     phase: str = "begins"
-    count: int = 0
-    total: int = 0
+    migrated_items: int = 0
+    total_items: int = 0
     message: str = ""
-    ended: bool = False
-    failed: bool = False
+    has_ended: bool = False
+    has_failed: bool = False
     migration_start: float | None = None
 
     @property
@@ -223,9 +223,13 @@ class RolloutView:
 
         None before the first item, after the last one, and while the total is not known.
         """
-        if self.migration_start is None or not 0 < self.count < self.total:
+        if self.migration_start is None or not 0 < self.migrated_items < self.total_items:
             return None
-        return (time.monotonic() - self.migration_start) / self.count * (self.total - self.count)
+        return (
+            (time.monotonic() - self.migration_start)
+            / self.migrated_items
+            * (self.total_items - self.migrated_items)
+        )
 
 
 class Rollouts:
@@ -237,7 +241,7 @@ class Rollouts:
     def __init__(self) -> None:
         self._run: RolloutView | None = None
 
-    def current(self, load: Load) -> RolloutView | None:
+    def current(self, load: GatewayLoad) -> RolloutView | None:
         """Return the last activation, unless a later change outside the console replaced it.
 
         Args:
@@ -248,10 +252,10 @@ class Rollouts:
             is active or another upgrade runs since. A failed one stays, whatever release is active.
         """
         run = self._run
-        if run is None or not run.ended:
+        if run is None or not run.has_ended:
             return run
-        other_upgrade = 0 < load.ratio < 1
-        undone = not run.failed and run.release != load.release
+        other_upgrade = 0 < load.upgrade_share < 1
+        undone = not run.has_failed and run.release != load.release
         return None if other_upgrade or undone else run
 
     def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
@@ -298,10 +302,10 @@ class Rollouts:
                     for report in reports:
                         _take(run, report)
                 except NobackfillError as error:
-                    run.failed = True
+                    run.has_failed = True
                     run.message = str(error)
                 finally:
-                    run.ended = True
+                    run.has_ended = True
 
         threading.Thread(target=follow, name="console-rollout", daemon=True).start()
 
@@ -310,9 +314,9 @@ def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
     run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
     if report.total:
         # Only reports of the upgrading phase contain counts.
-        run.count, run.total = report.done, report.total
+        run.migrated_items, run.total_items = report.done, report.total
     run.message = report.message
-    run.failed = report.phase == pb.PHASE_FAILED
+    run.has_failed = report.phase == pb.PHASE_FAILED
     if report.phase == pb.PHASE_UPGRADING and run.migration_start is None:
         run.migration_start = time.monotonic()
 
@@ -362,7 +366,7 @@ class Operations:
             except NobackfillError as error:
                 why = str(error)
             live = self._live(gateway)
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "overview.html.j2", releases=releases, galleries=galleries, why=why,
             state=_state, space_state=_space_state, moment=_moment, expiries=self._expiries(),
             guarded=self._sessions.guarded, index=_index, **live,
@@ -385,7 +389,7 @@ class Operations:
             release = gateway.get_release(number)
         manifest = parse_manifest(release.manifest.encode(), number)
         old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "release.html.j2", release=release, manifest=manifest, state=_state, old=old,
             matrix={} if old is None else evidence_matrix(manifest, old),
             axes=(QUERIES, GALLERIES, TITLES, MARKS, BOUNDS),
@@ -412,7 +416,7 @@ class Operations:
                     rows.append((gallery.name, gateway.estimate_upgrade(gallery.name, number), ""))
                 except NobackfillError as error:
                     rows.append((gallery.name, None, str(error)))
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "estimate.html.j2", rows=rows, number=number, rollouts=list(ROLLOUTS)
         )
 
@@ -437,7 +441,7 @@ class Operations:
                 f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
             )
         self._rollouts.begin(self._sessions.caller_factory(request), _number(request), rollout)
-        return self._site.go(request, "/")
+        return self._site.redirect(request, "/")
 
     def rollback_target(self, request: Request) -> Response:
         """Show the release that a rollback returns to, and the items without a vector there.
@@ -455,7 +459,7 @@ class Operations:
         """
         with self._sessions.open_caller(request) as gateway:
             target = gateway.rollback()
-        return self._site.show(request, "rollback.html.j2", target=target)
+        return self._site.respond_with_page(request, "rollback.html.j2", target=target)
 
     def rollback(self, request: Request, body: bytes) -> Response:
         """Roll the gateway back to the release that the page showed, and go to the overview.
@@ -485,7 +489,7 @@ class Operations:
             )
         with self._sessions.open_caller(request) as gateway:
             gateway.rollback(confirm=True, to=int(to))
-        return self._site.go(request, "/")
+        return self._site.redirect(request, "/")
 
     def gallery(self, request: Request) -> Response:
         """Show one gallery, its upgrade, and its quality by the values of a metadata key.
@@ -513,7 +517,7 @@ class Operations:
                 why = str(error)
             finally:
                 reports.close()  # type: ignore[attr-defined]
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
             space_state=_space_state, moment=_moment,
             text_of=lambda value: read_metadata_value(value, by),
@@ -550,7 +554,7 @@ class Operations:
     def _live_text(self, request: Request) -> str:
         with self._sessions.open_caller(request) as gateway:
             live = self._live(gateway)
-        return self._site.text(request, "live.html.j2", **live)
+        return self._site.render(request, "live.html.j2", **live)
 
     def _live(self, gateway: ConsoleCaller) -> dict[str, Any]:
         """Return the figures that change every second: load, activation and canary.

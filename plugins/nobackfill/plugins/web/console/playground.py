@@ -30,12 +30,12 @@ class ResultColumn:
     Attributes:
         title: the heading of the column.
         hits: nearest first.
-        why: the reason why there is no answer; empty if there is one.
+        no_answer_reason: the reason why there is no answer; empty if there is one.
     """
 
     title: str
     hits: Sequence[Hit] = ()
-    why: str = ""
+    no_answer_reason: str = ""
 
 
 class Playground:
@@ -64,7 +64,7 @@ class Playground:
         with self._sessions.open_caller(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
             active = [one for one in gateway.list_releases() if one.state == _ACTIVE]
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "playground.html.j2", galleries=galleries,
             pictures=not active or any(release.embeds_images for release in active),
             texts=any(release.embeds_texts for release in active),
@@ -115,7 +115,7 @@ class Playground:
                 *self._older(gateway, gallery, answer, query),
                 ResultColumn(f"release {answer.release}, as it is served", answer.hits),
             ]
-        return self._site.show(
+        return self._site.respond_with_page(
             request, "columns.html.j2", columns=columns, url=lambda hit: _url(hit, template)
         )
 
@@ -147,9 +147,11 @@ class Playground:
                 other = gateway.search(gallery.name, embeddings=by, k=_HITS)
                 columns.append(ResultColumn(title, other.hits))
             except NobackfillError as error:
-                columns.append(ResultColumn(title, why=str(error)))
+                columns.append(ResultColumn(title, no_answer_reason=str(error)))
         if len(pairs) == 1:
-            columns.append(ResultColumn(mixed_title, why=_never_meet(release, old.release)))
+            columns.append(
+                ResultColumn(mixed_title, no_answer_reason=_never_meet(release, old.release))
+            )
         return columns
 
 

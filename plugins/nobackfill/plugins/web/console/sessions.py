@@ -311,23 +311,23 @@ _CALLERS = ("INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENI
 
 
 @dataclass(frozen=True)
-class Load:
+class GatewayLoad:
     """The load of a gateway during the last seconds.
 
     Attributes:
-        rate: searches per second.
-        failed: searches that failed by a fault of the server.
+        searches_per_second: searches per second.
+        failed_searches: searches that failed by a fault of the server.
         p50_ms: median latency of searches in ms; None without any.
         p99_ms: 99th percentile of the latency in ms; None without any.
-        ratio: share of the running upgrade that is complete, 0 to 1.
+        upgrade_share: share of the running upgrade that is complete, 0 to 1.
         release: the active release; 0 without one.
     """
 
-    rate: float
-    failed: int
+    searches_per_second: float
+    failed_searches: int
     p50_ms: float | None
     p99_ms: float | None
-    ratio: float
+    upgrade_share: float
     release: int
 
 
@@ -353,7 +353,7 @@ class LoadMeter:
         self._lock = threading.Lock()
         self._samples: deque[_Sample] = deque()
 
-    def measure(self) -> Load:
+    def measure(self) -> GatewayLoad:
         """Take a sample, and return the load since the oldest sample of the last ten seconds.
 
         The rate is 0 at the first call, and after a pause of eleven seconds without calls. Metrics
@@ -375,12 +375,12 @@ class LoadMeter:
         counts = {end: sample.buckets[end] - first.buckets.get(end, 0.0) for end in sample.buckets}
         total = max(counts.values(), default=0.0)
         seconds = max(sample.at - first.at, 1e-9)
-        return Load(
-            rate=total / seconds if sample.at > first.at else 0.0,
-            failed=round(sample.failed - first.failed),
+        return GatewayLoad(
+            searches_per_second=total / seconds if sample.at > first.at else 0.0,
+            failed_searches=round(sample.failed - first.failed),
             p50_ms=_quantile(sorted(counts.items()), 0.5),
             p99_ms=_quantile(sorted(counts.items()), 0.99),
-            ratio=sample.ratio,
+            upgrade_share=sample.ratio,
             release=sample.release,
         )
 

@@ -335,9 +335,9 @@ def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
         carried=progress.migrated_count,
         today=progress.begun_today,
         a_day=progress.daily_limit,
-        embedded=cost.embedded,
-        failed=cost.failed,
-        bytes_read=cost.bytes,
+        embedded=cost.embedded_items,
+        failed=cost.failed_items,
+        bytes_read=cost.bytes_read,
     )
     if context.current_call().principal.role is Role.ADMIN:
         message.last_failure = cost.last_failure
