@@ -13,7 +13,7 @@ from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.candidates import Candidates
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import collection_name, database_id
-from nobackfill.plugins.milvus.gallery import InMilvus, MilvusGallery, wait_for_milvus
+from nobackfill.plugins.milvus.gallery import InMilvus, MilvusGallery, wait_for_milvus_recall
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
@@ -66,7 +66,7 @@ class Fed:
     def ready(self, info: SpaceInfo) -> None:
         """Wait until a gateway would switch to a space."""
         self._home.feeder.wait_until_fed(self.store.schema, info, lambda: None)
-        wait_for_milvus(self.store, info, self.candidates, lambda: 0, lambda: None)
+        wait_for_milvus_recall(self.store, info, self.candidates, lambda: 0, lambda: None)
 
     def searcher(self, info: SpaceInfo) -> PostgresqlSearcher:
         return PostgresqlSearcher(self.store.database, self.store.schema, info, self.candidates)

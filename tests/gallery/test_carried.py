@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.gallery.listing import MigratedLabels
+from nobackfill.gallery.listing import MigratedItems
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
@@ -17,7 +17,7 @@ def truth(store: SqliteGallery) -> set[int]:
     return {label for label, (_, _, origin) in rows(store, TWO).items() if origin == "upgraded"}
 
 
-def seen(carried: MigratedLabels, store: SqliteGallery) -> set[int]:
+def seen(carried: MigratedItems, store: SqliteGallery) -> set[int]:
     labels = store.load_vectors(TWO)[0]
     mask = carried.native_mask(labels)
     # Asked again it is the same mask, until something changes.
@@ -29,7 +29,7 @@ def seen(carried: MigratedLabels, store: SqliteGallery) -> set[int]:
 def test_every_change_is_followed(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 12) as store:
         run_upgrade(store, Linear(), spec(2))
-        carried = MigratedLabels(store, TWO)
+        carried = MigratedItems(store, TWO)
         assert not carried.is_loaded
         # What changes before it is read is followed, too.
         store.delete(ids(1))

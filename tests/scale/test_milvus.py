@@ -15,7 +15,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import candidates, journal
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import columns_of
-from nobackfill.plugins.milvus.gallery import MilvusGallery, wait_for_milvus
+from nobackfill.plugins.milvus.gallery import MilvusGallery, wait_for_milvus_recall
 from nobackfill.server.storage import split_store_address
 from nobackfill.server.stores.postgresql.graphs import RECALL
 from tests.gallery.making import Linear, ids, spec, vectors
@@ -131,7 +131,7 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
     def feed() -> int:
         return engine.feeder.feed(store.schema)
 
-    wait_for_milvus(store, info, engine.candidates, feed, between)
+    wait_for_milvus_recall(store, info, engine.candidates, feed, between)
     assert looked >= 3
     probes = vectors(20, 5)
     true = engine.unfed(store, TWO).search(probes, 10, None, EXACT_EF).labels.tolist()

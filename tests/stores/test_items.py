@@ -45,7 +45,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(engine: Engine) -
     assert item.metadata == metadata[7] and isinstance(item.metadata["n"], float)
     vector = store.vector(item.label, ONE)
     assert vector is not None and vector.tobytes() == embedding[7:8].tobytes()
-    _, read, sides = next(store.remaining_vectors(ONE, spec(2), True).chunks("label", 100))
+    _, read, sides = next(store.windows_of_missing_vectors(ONE, spec(2), True).chunks("label", 100))
     assert read.tobytes() == embedding.tobytes()
     assert sides is not None and sides.tobytes() == side.tobytes()
     assert store.vector(10**9, ONE) is None and store.get("nobody") is None

@@ -354,19 +354,19 @@ class JudgedGallery:
     new: Vectors
 
 
-def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
+def sample_queries(queries: Queries, item_count: int, seed: int = 0) -> Queries:
     """Draw a random sample of queries, so that their distances to all items fit into memory.
 
     Args:
         queries: The q queries.
-        items: Number of items that they are judged among.
+        item_count: Number of items that they are judged among.
         seed: Seed of the random choice.
 
     Returns:
         At most 2,000 queries and at most 20,000,000 distances, but at least one query, in their
         order; the same object if there are no more.
     """
-    most = max(1, min(MOST_QUERIES, MOST_DISTANCES // max(1, items)))
+    most = max(1, min(MOST_QUERIES, MOST_DISTANCES // max(1, item_count)))
     if len(queries.gallery_rows) <= most:
         return queries
     rng = np.random.default_rng(seed)

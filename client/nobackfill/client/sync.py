@@ -54,7 +54,7 @@ from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
 from nobackfill.release.routes import (
     Route,
-    explain_shared_space,
+    explain_duplicate_space,
     open_route,
     plan_route,
     retention_by_chain,
@@ -1288,7 +1288,7 @@ class _Sync:
                 continue
             try:
                 manifest = self._trust.manifest(release)
-                twin = explain_shared_space(manifest, self._trust.manifests().values())
+                twin = explain_duplicate_space(manifest, self._trust.manifests().values())
                 if twin is not None:
                     raise UnfitError(twin)
             except UnfitError as error:

@@ -268,7 +268,7 @@ def read_migrated_labels(store: Store, space: str) -> Labels:
         return rows_to_labels(rows)
 
 
-class MigratedLabels:
+class MigratedItems:
     """The migrated items of a space, kept up to date from `load` on; usable from several
     threads."""
 

@@ -33,9 +33,9 @@ from nobackfill.gallery.sqlite_file import (
     lock_path,
     open_connection,
     open_lock,
+    read_only_access,
     read_spaces,
     read_state_value,
-    reading_access,
     set_state_values,
     vector_table,
 )
@@ -147,7 +147,7 @@ def _source_access(path: Path) -> FileAccess:
     ):  # fmt: skip
         # SQLite makes the missing -shm; it needs one to read the log.
         return FileAccess("mode=ro")
-    return reading_access(path, "")
+    return read_only_access(path, "")
 
 
 class _Rescue:

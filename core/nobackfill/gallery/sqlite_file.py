@@ -1070,10 +1070,10 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
         if exclusive:
             yield FileAccess(is_exclusive=True)
         refusal = f"{path}: cannot be written, the disk is full; free some space"
-    yield reading_access(path, refusal)
+    yield read_only_access(path, refusal)
 
 
-def reading_access(path: Path, refusal: str) -> FileAccess:
+def read_only_access(path: Path, refusal: str) -> FileAccess:
     """Return a way to read a file without creating another. Nothing is opened or locked.
 
     Other processes that write are noticed afterwards, by `FileAccess.check_unchanged`, where no

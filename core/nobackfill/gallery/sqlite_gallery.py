@@ -213,7 +213,7 @@ class SqliteGallery(Store):
 
         staging.add_staging_space(self, spec)
 
-    def remaining_vectors(
+    def windows_of_missing_vectors(
         self, source: str, target: SpaceSpec, needs_side: bool
     ) -> "RemainingVectors":
         """Return the vectors that `source` has and `target` lacks, to be read in chunks.

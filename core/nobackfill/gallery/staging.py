@@ -193,7 +193,9 @@ class UpgradableStore(Protocol):
         """
         ...
 
-    def remaining_vectors(self, source: str, target: SpaceSpec, needs_side: bool) -> VectorWindows:
+    def windows_of_missing_vectors(
+        self, source: str, target: SpaceSpec, needs_side: bool
+    ) -> VectorWindows:
         """Return the vectors that `source` has and `target` lacks.
 
         Args:
@@ -341,7 +343,7 @@ def run_upgrade(
             f"{chunk_items}"
         )
     store.add_staging_space(target)
-    windows = store.remaining_vectors(
+    windows = store.windows_of_missing_vectors(
         source or store.active().spec.space, target, runner.reads_side
     )
     started = time.monotonic()
@@ -738,8 +740,9 @@ def ensure_complete(missing_count: int, target: SpaceInfo) -> None:
     if missing_count:
         raise PreconditionError(
             f"{missing_count} items have no vector in release {target.spec.release}'s space, so "
-            "that searches there would not find them; finish the upgrade, embed these items with "
-            "this release's model, or pass leave_behind=True to accept that they are not found"
+            "searches would not find them if this release answered; finish the upgrade, embed "
+            "these items with the release's model, or pass leave_behind=True to accept that they "
+            "are not found"
         )
 
 

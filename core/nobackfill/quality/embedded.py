@@ -373,7 +373,7 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
     adapted = queries.adapted(cell)
     own = queries.native(cell.query) if adapted is None else adapted
     if cell.is_raw and own.shape[1] > vectors.shape[1]:
-        own = as_old(own, vectors, queries.metric(cell.query))
+        own = cut_to_old_dim(own, vectors, queries.metric(cell.query))
     if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(
             f"cell {cell}: queries and gallery vectors of the dimensions {own.shape[1]} and "
@@ -382,7 +382,7 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
     return own
 
 
-def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
+def cut_to_old_dim(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
     """Return the first elements of new vectors, as many as the old ones have.
 
     They are normalised again where directions are compared: with cosine, or if all old vectors have

@@ -1064,7 +1064,7 @@ def converter_manifest_path(number: int) -> str:
     return f"converter-{number}.json"
 
 
-def converter_of_manifest(path: str) -> int | None:
+def parse_converter_number(path: str) -> int | None:
     """Return N of `converter-N.json`, None for every other path. Zero, leading zeros and more than
     seven digits give None."""
     match = _MANIFEST.fullmatch(path)

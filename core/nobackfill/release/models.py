@@ -371,7 +371,7 @@ def read_verified_file(files: Files, file: File) -> bytes:
     except OSError as error:
         raise VerificationError(
             f"{file.path}: this file of the release cannot be read ({error.strerror}); check its "
-            "permissions"
+            "permissions, or fetch the release again if it is missing"
         ) from error
     if len(data) != file.length or sha256_bytes(data) != file.sha256:
         raise VerificationError(

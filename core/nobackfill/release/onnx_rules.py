@@ -151,7 +151,7 @@ def _constants(graph: GraphProto) -> Iterator[TensorProto]:
             if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
                 raise OnnxRuleError(
                     f"its {node.op_type} has an attribute with a subgraph or a sparse tensor, "
-                    "although its type is another; export the model without them"
+                    "and declares another type for it; export the model again by a current exporter"
                 )
             if attribute.HasField("t"):
                 yield attribute.t
@@ -264,7 +264,9 @@ def _check_mode(node: NodeProto) -> None:
     """Refuse training modes: Dropout would be random, BatchNormalization would return
     statistics."""
     if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
-        raise OnnxRuleError("it has a Dropout with a training mode; export the model for inference")
+        raise OnnxRuleError(
+            "its Dropout has the input training_mode; export the model for inference"
+        )
     training = (a.i for a in node.attribute if a.name == "training_mode")
     if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
         raise OnnxRuleError(f"it has a {node.op_type} in training mode; export it for inference")

@@ -363,7 +363,7 @@ class _Search:
             yield _Way(chain, (*way.steps, step), side, retention)
 
 
-def explain_shared_space(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
+def explain_duplicate_space(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
     """Explain why a release cannot be used: an older release has the same space.
 
     Stored data of a space belong to one release; the older one wins.

@@ -335,7 +335,7 @@ class VecDatabase:
         """Record facts about a table in place of earlier ones; no facts remove the record.
 
         Facts with the value None or "" are left out. The tables for it are created if they are
-        missing, as by `make_tables`. Call it in a transaction.
+        missing, as by `make_bookkeeping_tables`. Call it in a transaction.
 
         Args:
             name: The table's name; it need not exist.
@@ -345,12 +345,12 @@ class VecDatabase:
             ConfigurationError: The file is read-only.
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
-        self.make_tables()
+        self.make_bookkeeping_tables()
         self.query_all("DELETE FROM nobackfill_copies WHERE name = ?", name)
         if facts := {key: one for key, one in facts.items() if one}:
             self.query_all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(facts))
 
-    def make_tables(self) -> None:
+    def make_bookkeeping_tables(self) -> None:
         """Create the tables of facts and of digests, or give those of an earlier version their
         present form. Call it in a transaction.
 
@@ -908,7 +908,7 @@ class SqliteVecSource:
                     f"{table.name}: table {name!r} exists already and was not made by this map; "
                     "choose another --to, or remove the table with `nobackfill carry --rollback`"
                 )
-            database.make_tables()
+            database.make_bookkeeping_tables()
             numbers = "SELECT 1 FROM nobackfill_items WHERE map = ? AND typeof(key) <> 'text'"
             if there and table.has_text_key and database.query_all(numbers, _items(name, target)):
                 raise AlreadyExistsError(

@@ -322,10 +322,10 @@ def _side_values(preset: Preset, kind: str) -> Values:
     if kind in _OF_OLD:
         known, dim = SideEncoderConfig.model_fields, preset.side_encoder["side_info_dim"]
         assert isinstance(dim, int)
-        as_old = {key: value for key, value in preset.embedder.items() if key in known}
+        old_options = {key: value for key, value in preset.embedder.items() if key in known}
         if kind not in ("alternate", "mixup"):
-            as_old["last_nonlin"] = False
-        return {**as_old, "side_info_dim": 2 * dim if kind == "inner_simclr" else dim}
+            old_options["last_nonlin"] = False
+        return {**old_options, "side_info_dim": 2 * dim if kind == "inner_simclr" else dim}
     if kind == "autoencoder":
         views = {"augmentation": preset.embedder["augmentation"]}
         return {**preset.side_encoder, **views, **preset.autoencoder}

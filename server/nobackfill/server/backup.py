@@ -42,8 +42,8 @@ from nobackfill.gallery.sqlite_file import (
     free_bytes,
     open_connection,
     read_format,
+    read_only_access,
     read_spaces,
-    reading_access,
 )
 from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, WRITER, StateFile
@@ -486,7 +486,7 @@ def _read_once(
         _MovedError: `patient`, and files would have to be created.
     """
     try:
-        access = reading_access(path, "")
+        access = read_only_access(path, "")
         if access.unlocked_file_stat is None and explain_unwritable(path) is None:
             # The gateway has it open: this process can read by SQLite's shared memory as well.
             access = FileAccess("mode=ro")

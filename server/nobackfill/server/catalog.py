@@ -22,7 +22,7 @@ from nobackfill.errors import (
     join_few,
 )
 from nobackfill.release.manifest import Manifest, is_plain_path
-from nobackfill.release.routes import explain_shared_space
+from nobackfill.release.routes import explain_duplicate_space
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -182,7 +182,7 @@ class Catalog:
         for number in releases:
             try:
                 manifest = trust.manifest(number)
-                if (twin := explain_shared_space(manifest, manifests.values())) is not None:
+                if (twin := explain_duplicate_space(manifest, manifests.values())) is not None:
                     raise UnfitError(twin)
                 manifests[number] = manifest
             except (VerificationError, UnavailableError) as error:

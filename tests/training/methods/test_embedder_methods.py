@@ -205,7 +205,7 @@ def test_a_longer_embedding_is_compatible_in_its_first_elements(
         made.begin_epoch(3, 4)
         assert torch.isfinite(torch.stack(list(made(tiny.batch()).values()))).all()
         embedding = torch.randn(5, 12, requires_grad=True)
-        first = made.as_old(embedding)
+        first = made.cut_to_old_dim(embedding)
         torch.testing.assert_close(first.norm(dim=1), torch.ones(5))
         torch.testing.assert_close(
             first, torch.nn.functional.normalize(embedding[:, :8]), atol=1e-6, rtol=0

@@ -17,7 +17,7 @@ from nobackfill.release.manifest import (
     parse_manifest,
 )
 from nobackfill.release.paths import release_of_manifest
-from nobackfill.release.routes import explain_shared_space
+from nobackfill.release.routes import explain_duplicate_space
 from nobackfill.release.trial import try_release
 
 
@@ -81,7 +81,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     for adapter in manifest.adapters:
         _check_target(adapter, predecessors)
     _check_side_spaces(manifest, predecessors)
-    if (twin := explain_shared_space(manifest, predecessors.values())) is not None:
+    if (twin := explain_duplicate_space(manifest, predecessors.values())) is not None:
         raise VerificationError(twin)
     spaces = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - spaces:
@@ -181,9 +181,9 @@ def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest])
             )
         if upgrade.side == "carries" and source.side_space != manifest.side_space:
             raise VerificationError(
-                f"release {manifest.release}: an upgrade keeps the side-information of release "
-                f"{source.release}, but the two have different side encoders; publish the same "
-                "one again (--keep-side-encoder)"
+                f"release {manifest.release}: its upgrade keeps the side-information of release "
+                f"{source.release}, but the two releases have different side encoders; export "
+                f"release {manifest.release} again with --keep-side-encoder"
             )
     if encoder is None or encoder.origin_release == manifest.release:
         return

@@ -27,8 +27,8 @@ from nobackfill.release.manifest import (
     Converter,
     PublishedFile,
     converter_manifest_path,
-    converter_of_manifest,
     converter_path,
+    parse_converter_number,
 )
 from nobackfill.release.models import read_verified_file
 from nobackfill.release.paths import manifest_path, release_of_manifest
@@ -479,7 +479,7 @@ def publish_converter(
     with lock_publication(repo):
         ledger = remove_leftovers(repo)
         targets = dict(ledger.targets.targets) if ledger else {}
-        number = 1 + max((converter_of_manifest(path) or 0 for path in targets), default=0)
+        number = 1 + max((parse_converter_number(path) or 0 for path in targets), default=0)
         path = converter_path(number)
         file = PublishedFile(path=path, sha256=sha256_bytes(onnx_data), length=len(onnx_data))
         manifest = make_manifest(number, file)

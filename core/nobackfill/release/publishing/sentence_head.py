@@ -246,8 +246,8 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         ) from error
     except ValidationError as error:
         raise InvalidInputError(
-            f"{place}: the settings of this module are not as sentence-transformers writes them: "
-            f"{error}"
+            f"{place}: settings of the module differ from those that sentence-transformers writes "
+            f"({error}); download the model again, or save it again by its own library"
         ) from error
     library, _, activation = config.activation_function.rpartition(".")
     known = activation in _ACTIVATIONS and library.startswith("torch.nn.")

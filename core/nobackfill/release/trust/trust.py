@@ -53,14 +53,14 @@ from nobackfill.release.manifest import (
     Converter,
     Manifest,
     converter_manifest_path,
-    converter_of_manifest,
     is_plain_path,
     join_validation_problems,
     parse_converter,
+    parse_converter_number,
     parse_manifest,
 )
 from nobackfill.release.paths import manifest_path, release_of_manifest
-from nobackfill.release.routes import explain_shared_space
+from nobackfill.release.routes import explain_duplicate_space
 
 _CHUNK = 2**16
 # A source that is silent for so long is gone or malicious.
@@ -977,7 +977,7 @@ class Trust:
             if reason is None:
                 with contextlib.suppress(UnfitError):
                     manifest = self.manifest(release)
-                    if explain_shared_space(manifest, manifests.values()) is None:
+                    if explain_duplicate_space(manifest, manifests.values()) is None:
                         manifests[release] = manifest
         return manifests
 
@@ -1166,7 +1166,7 @@ def converter_numbers(trust: Trust) -> list[int]:
     Raises:
         NotFoundError: Nothing was fetched yet.
     """
-    numbers = (converter_of_manifest(path) for path in trust.signed_paths())
+    numbers = (parse_converter_number(path) for path in trust.signed_paths())
     return sorted(number for number in numbers if number is not None)
 
 

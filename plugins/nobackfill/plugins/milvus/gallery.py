@@ -112,7 +112,7 @@ class MilvusGallery(PostgresqlGallery):
         self._exclusive(work)
 
 
-def wait_for_milvus(
+def wait_for_milvus_recall(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates,
     feed: Callable[[], int], check_stop: Callable[[], None],
 ) -> None:  # fmt: skip
@@ -231,7 +231,7 @@ class HostedInMilvus(HostedInDatabase):
         self._gallery.advance_frontier(space)
         if self._gallery.count(space) > limits.SMALL:
             self._feeder.wait_until_fed(self._gallery.schema, info, check_stop)
-        wait_for_milvus(
+        wait_for_milvus_recall(
             self._gallery,
             info,
             self._candidates_of_milvus,

@@ -150,7 +150,7 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
     except MilvusException as error:
         kind = _CODES.get(error.code, InvalidInputError)
         lines = str(error.message).strip().splitlines() or [type(error).__name__]
-        raise kind(f"{name}: Milvus refuses this: {lines[0][:200]}") from error
+        raise kind(f"{name}: Milvus refuses the request: {lines[0][:200]}") from error
     except grpc.RpcError as error:
         raise UnavailableError(
             f"{name}: the Milvus server does not answer; check its address and that it runs"
@@ -449,7 +449,7 @@ class MilvusStore:
             if time.monotonic() > end:
                 raise BusyError(
                     f"{name}: Milvus has not built the index of {rows} new vectors in "
-                    f"{_INDEX_S / 60:.0f} minutes, so nothing flipped; run it again later"
+                    f"{_INDEX_S / 60:.0f} minutes, so nothing flipped; run the same command later"
                 )
             time.sleep(_LOOK_S)
 

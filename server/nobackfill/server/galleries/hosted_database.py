@@ -261,7 +261,8 @@ class HostedInDatabase(HostedGallery):
             return self._gallery.items(labels, space)
         except (IncompatibleSpaceError, NotFoundError) as error:
             raise OutdatedPlanError(
-                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
+                "and this call began with them; try again"
             ) from error
 
     def _count(self, space: str | None) -> int:
@@ -336,7 +337,8 @@ class HostedInDatabase(HostedGallery):
         except NotFoundError as error:
             # A table was dropped after the plan was made, or the gallery was deleted.
             raise OutdatedPlanError(
-                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
+                "and this call began with them; try again"
             ) from error
 
     def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
@@ -361,7 +363,8 @@ class HostedInDatabase(HostedGallery):
             )
         except IncompatibleSpaceError as error:
             raise OutdatedPlanError(
-                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
+                "and this call began with them; try again"
             ) from error
 
     def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:

@@ -22,7 +22,7 @@ from nobackfill import durable
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import MigratedLabels
+from nobackfill.gallery.listing import MigratedItems
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
@@ -869,7 +869,7 @@ class OriginCache:
     def __init__(self, store: SqliteGallery) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._migrated: Mapping[str, MigratedLabels] = {}
+        self._migrated: Mapping[str, MigratedItems] = {}
 
     def is_loaded(self, part: PlanPart) -> bool:
         """Tell whether `migrated_labels` answers without reading the file.
@@ -878,7 +878,7 @@ class OriginCache:
         """
         return part.distance_scale is None or part.space in self._migrated
 
-    def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> MigratedLabels | None:
+    def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> MigratedItems | None:
         """Return the migrated labels of a part.
 
         Returns None if distances alone rank the part: without a scale, or if all vectors have one
@@ -901,11 +901,11 @@ class OriginCache:
             migrated = self._read(part.space)
         return migrated if 0 < len(migrated) < len(snapshot) else None
 
-    def _read(self, space: str) -> MigratedLabels:
+    def _read(self, space: str) -> MigratedItems:
         with self._lock:
             migrated = self._migrated.get(space)
             if migrated is None:
-                migrated = MigratedLabels(self._store, space)
+                migrated = MigratedItems(self._store, space)
                 try:
                     migrated.load()
                 except BaseException:

@@ -976,7 +976,7 @@ class CallExecutor(Executor):
             )
         if silent:
             log.warning(
-                "ended calls whose clients sent no message in time",
+                "ended calls whose request message did not arrive in time",
                 calls=len(silent),
                 seconds=self._patience_s,
             )

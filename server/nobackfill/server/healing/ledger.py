@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nobackfill.errors import DamagedError, NotFoundError
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import MigratedLabels
+from nobackfill.gallery.listing import MigratedItems
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.store import Store
 from nobackfill.serving.ledger import CLAIM_SECONDS, Ledger, LedgerFile
@@ -81,7 +81,7 @@ class HealingLedger(Ledger[int], Protocol):
 class _Native:
     """Match the native items among some, or among all."""
 
-    def __init__(self, carried: MigratedLabels, matches: Matches | None) -> None:
+    def __init__(self, carried: MigratedItems, matches: Matches | None) -> None:
         self._carried, self._matches = carried, matches
 
     def labels(self) -> Labels:
@@ -112,7 +112,7 @@ class FileLedger(LedgerFile[int]):
             for suffix in ("", "-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
             self._check_opens()
-        self._carried = MigratedLabels(store, space)
+        self._carried = MigratedItems(store, space)
 
     def _check_opens(self) -> None:
         with self._reading():

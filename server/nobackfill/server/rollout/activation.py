@@ -827,9 +827,9 @@ def check_canary(canary: Canary) -> None:
     # An infinite bound could not be read back from the state.
     if not (0 < canary.most_errors < 1 and 0 < canary.largest_p99_ratio < math.inf):
         raise InvalidInputError(
-            "canary: expected most_errors between 0 and 1, and a finite largest_p99_ratio above 0, "
-            "got "
-            f"{canary.most_errors:g} and {canary.largest_p99_ratio:g}"
+            "canary: expected most_errors above 0 and below 1, and a finite largest_p99_ratio "
+            f"above 0, got {canary.most_errors:g} and {canary.largest_p99_ratio:g}; leave a bound "
+            "out for its default"
         )
 
 

@@ -599,7 +599,8 @@ class Rollout:
         if reason is not None:
             self._parts.canaries.end_comparison(CanaryState.STOPPED, reason)
             raise PreconditionError(
-                f"the canary stopped, so the former release answers all callers: {reason}"
+                f"the canary of release {self._record.release} stopped, so the release before it "
+                f"answers all callers: {reason}"
             )
 
     def _switch_galleries(self, upgraded: list[HostedGallery], manifest: Manifest) -> None:

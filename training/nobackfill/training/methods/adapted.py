@@ -239,7 +239,7 @@ class AdaptedObjective(CompatibleObjective):
         Before `start_from` it raises AssertionError.
         """
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
-        distances = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
+        distances = cosine_regression(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
         # In bf16 an orthogonal map would not be orthogonal.
         with torch.autocast(embedding.device.type, enabled=False):
             preservation = self.preservation(embedding)

@@ -31,7 +31,9 @@ class L2Objective(CompatibleObjective):
             ConfigurationError: an embedding has fewer elements than an old one.
         """
         known = self.known_labels[labels] >= 0
-        losses = half_squared_l2(self.as_old(embedding[known]), self.old_embedding(pixels[known]))
+        losses = half_squared_l2(
+            self.cut_to_old_dim(embedding[known]), self.old_embedding(pixels[known])
+        )
         return {"l2": self.weight * share_of_batch(losses, len(labels))}
 
 
@@ -64,7 +66,7 @@ class RegressObjective(CompatibleObjective):
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `regress`, the mean over the batch; labels are not used."""
-        losses = regress(self.as_old(embedding), self.old_embedding(pixels))
+        losses = regress(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
         return {"regress": self.weight * losses.mean()}
 
 
@@ -90,7 +92,10 @@ class ContrastiveObjective(CompatibleObjective):
             ConfigurationError: an embedding has fewer elements than an old one.
         """
         losses = contrastive(
-            self.as_old(embedding), self.old_embedding(pixels), labels, self.options.temperature
+            self.cut_to_old_dim(embedding),
+            self.old_embedding(pixels),
+            labels,
+            self.options.temperature,
         )
         return {"contrastive": self.options.weight * losses.mean()}
 

@@ -121,7 +121,7 @@ class CompatibleObjective(EmbedderObjective):
         """
         return self.old_encoder(pixels).float()
 
-    def as_old(self, embedding: Tensor) -> Tensor:
+    def cut_to_old_dim(self, embedding: Tensor) -> Tensor:
         """Return the first old_dim elements of new embeddings, as they are compared with old ones.
 
         They are renormalised if the old space holds unit vectors (BCT section 3.6). A zero vector

@@ -163,7 +163,7 @@ class DmuObjective(CompatibleObjective):
             ConfigurationError: dim is below the old model's dimension.
         """
         if self.options.regularizer == "regression":
-            return cosine_regression(self.as_old(embedding), old)
+            return cosine_regression(self.cut_to_old_dim(embedding), old)
         return self.old_classifier.loss(embedding, self.known_labels[labels])
 
     def forward_adaptive(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:

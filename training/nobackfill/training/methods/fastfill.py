@@ -159,7 +159,9 @@ class FastFillObjective(ForwardObjective):
         """
 
 
-def uses_labels(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
+def uses_labels(
+    config: UpgradeConfig, options_class: type[FastFillOptions] = FastFillOptions
+) -> bool:
     """Return whether a training needs labels, for a classification term with a weight above 0.
 
     It does, too, if the key `choose` may select such a weight. Options that the key `options` lacks
@@ -168,7 +170,7 @@ def uses_labels(config: UpgradeConfig, options: type[FastFillOptions] = FastFill
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
     """
-    values = read_options(config.options, options, config.method)
+    values = read_options(config.options, options_class, config.method)
     return values.classification > 0 or CLASSIFICATION in config.choose
 
 

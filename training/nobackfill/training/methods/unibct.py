@@ -92,7 +92,7 @@ class UniBctObjective(CompatibleObjective):
         """
         if not self.active:
             return {}
-        losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
+        losses = self.pseudo_classifier.loss(self.cut_to_old_dim(embedding), labels)
         return {"pseudo_prototypes": self.options.weight * losses.mean()}
 
     def trained_parts(self) -> torch.nn.ModuleDict:

@@ -170,7 +170,7 @@ def ranking_protocol(
     queries: ImageListing,
     gallery: ImageListing,
     relevance: Relevance,
-    figures: Callable[[Ranking], Figures],
+    compute_figures: Callable[[Ranking], Figures],
     classes: NDArray[np.int64] | None = None,
 ) -> Protocol:
     """Make a protocol whose figures depend on one ranking of the gallery per query.
@@ -178,16 +178,16 @@ def ranking_protocol(
     The figures raise ValueError if vectors do not fit the relevance, are not finite, or are zero
     with cosine, and IndexError if a position of the relevance lies outside the gallery. A gallery
     that is larger than the relevance expects is not noticed. A query without relevant images
-    reaches `figures` without a rank.
+    reaches `compute_figures` without a rank.
 
     Args:
         queries, gallery: the images.
         relevance: what each query should find, by positions in `gallery`.
-        figures: computes shares 0 to 1 by name from the ranking.
+        compute_figures: computes shares 0 to 1 by name from the ranking.
         classes: the person or class of each gallery image, int64 [n]; None: unknown.
     """
 
     def measure(q: Vectors, g: Vectors, metric: Metric) -> Figures:
-        return figures(rank(q, g, relevance, metric))
+        return compute_figures(rank(q, g, relevance, metric))
 
     return Protocol(queries, gallery, measure, classes)

@@ -230,8 +230,8 @@ class PostgresqlGallery(Reads):
         except IncompatibleSpaceError as error:
             if outdated:
                 raise OutdatedPlanError(
-                    "another gateway has deleted a space of the gallery since the items were "
-                    "embedded; try again"
+                    "since the items were embedded, another gateway has ended their release and "
+                    "deleted its vectors in the gallery; try again"
                 ) from error
             raise
 

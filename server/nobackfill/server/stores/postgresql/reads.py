@@ -521,7 +521,7 @@ class Reads:
             lambda connection: rows.read_state_values(connection, self.schema)
         )
 
-    def remaining_vectors(
+    def windows_of_missing_vectors(
         self, source: str, target: SpaceSpec, needs_side: bool
     ) -> PostgresqlWindows:
         """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows.
@@ -647,7 +647,7 @@ class Reads:
             CannotWriteError: the database is read-only or full.
         """
         active = next(info for info in self.spaces() if info.state == "active")
-        windows = self.remaining_vectors(active.spec.space, target, runner.reads_side)
+        windows = self.windows_of_missing_vectors(active.spec.space, target, runner.reads_side)
         missing = windows.all_labels()
         spaces = {info.spec.space for info in self.spaces()}
         done = self.count(target.space) if target.space in spaces else 0

@@ -108,7 +108,7 @@ class _OpenUpgrade:
         closing.callback(database.close)
         database.open(lambda _: None)
         self._gallery = PostgresqlGallery(database, work.gallery_number)
-        self._windows = self._gallery.remaining_vectors(
+        self._windows = self._gallery.windows_of_missing_vectors(
             work.source_space, work.target_space, self._runner.reads_side
         )
 
@@ -319,7 +319,9 @@ def run_by_workers(
         Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
     """
     store.add_staging_space(work.target_space)
-    windows = store.remaining_vectors(work.source_space, work.target_space, work.route.reads_side)
+    windows = store.windows_of_missing_vectors(
+        work.source_space, work.target_space, work.route.reads_side
+    )
     started = time.monotonic()
     total = store.count()
     first_complete = total - store.count_left_behind(work.target_space.space)
