@@ -188,7 +188,7 @@ def test_runs_that_do_not_belong_together_are_refused(
     ("arguments", "message"),
     [
         (("--embedder", "nowhere"), "has no checkpoint"),
-        (("--embedder", "{runs}/side-1"), "got a side_encoder"),
+        (("--embedder", "{runs}/side-1"), "got one of kind side_encoder"),
         (("--embedder", "{runs}/embedder-2", "--side-encoder", "{runs}/embedder-2"), "embedder"),
         (
             ("--embedder", "{runs}/embedder-2", "--keep-side-encoder"),
