@@ -5,12 +5,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
@@ -116,7 +116,8 @@ def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
     plan = MigrationPlan(
         source, "new", new_column="docs_new", state=state, computer_digest=MAP.digest
     )
-    (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
+    values = TypeAdapter(MigrationPlan).dump_python(plan, by_alias=True)
+    (tmp_path / "migration.json").write_text(json.dumps(values))
     store.client.create_collection("other", dimension=24)
     store.client.alter_alias("other", "live")
     for command in (migration.undo, migration.finish, migration.status):

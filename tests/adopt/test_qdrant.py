@@ -6,7 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import httpx
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from qdrant_client import QdrantClient, models
 from qdrant_client.http.exceptions import UnexpectedResponse
 
@@ -349,7 +350,8 @@ def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path:
     plan = MigrationPlan(
         f"qdrant:{store.folder}#docs", "new:embed", vector_column="vector", new_column="vector_new"
     )
-    (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
+    values = TypeAdapter(MigrationPlan).dump_python(plan, by_alias=True)
+    (tmp_path / "migration.json").write_text(json.dumps(values))
     assert Migration(tmp_path).vector_names() == ("vector_new", "vector")
 
 

@@ -126,7 +126,7 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
     assert done.added_names == [str(good[0])]
     assert done.refusals == {
         **{
-            str(path): "expected a regular file, got a folder, pipe or device"
+            str(path): ("expected a regular file, got a folder, pipe or device; name an image file")
             for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
         },
         str(folder / "again"): (

@@ -151,8 +151,8 @@ def test_a_token_can_be_taken_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("name", "got 1 word$"),
-        ("name reader", "got 2 words$"),
+        ("name", "got 1 word;"),
+        ("name reader", "got 2 words;"),
         ("name king " + "0" * 64, "roles reader, writer, device, admin, got 'king'"),
         ("name reader 1234", "64 hexadecimal digits, as the third word, got 4 other characters"),
         ("n reader zz", "64 hexadecimal digits"),

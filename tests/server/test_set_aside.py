@@ -117,7 +117,7 @@ def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: P
         assert [(name, listed[name].items) for name in names] == [(name, 3) for name in names]
         assert listed["good"].note == ""
         for name in sources:
-            assert "newer version" in listed[name].note
+            assert "newer nobackfill" in listed[name].note
             assert client.get_gallery(name).note == listed[name].note
             assert not listed[name].HasField("source")
             assert client.find(images(3)[1], name, 1).hits[0].id == "i1"
@@ -134,7 +134,7 @@ def test_the_progress_that_a_newer_gateway_stored_is_refused_with_a_sentence() -
     values = json.loads(job.to_json())
     newer = ({**values, "later": 1}, {**values, "state": "later"}, {"state": "done"}, [values])
     for text in (*map(json.dumps, newer), "{"):
-        with pytest.raises(VerificationError, match="newer version"):
+        with pytest.raises(VerificationError, match="newer nobackfill"):
             job_from_json(text)
 
 

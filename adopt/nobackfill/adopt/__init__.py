@@ -41,7 +41,7 @@ else:
             "carrying": "carry",
             "judgement": "Queries",
             "maps": "Map fit_maps load_map save_map",
-            "pairs": "Pairs inspect match sample",
+            "pairs": "Pairs inspect match_by_id sample_spread_rows",
             "verdict": "Cost Verdict decide",
         },
     )

@@ -1,7 +1,7 @@
 """Embed items by models of others: ONNX files, HTTP endpoints and Python functions.
 
 >>> from nobackfill.adopt.embedding import open_embedder
->>> open_embedder("https://embeddings.example/v1/embeddings", name="small").kind
+>>> open_embedder("https://embeddings.example/v1/embeddings", name="small").input_kind
 'text'
 """
 
