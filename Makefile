@@ -27,7 +27,7 @@ CODE := core serving adopt server client plugins training research demo bench ma
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-light demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables converters sign-converters drawings pictures tutorials dist clean
+.PHONY: help setup setup-light demo demo-adopt demo-texts test test-torch test-rest test-long test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables converters sign-converters drawings pictures tutorials dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -74,19 +74,24 @@ TORCH := $(addprefix tests/,training research quality integrations adopt/test_im
 	adopt/test_sentence_transformers.py base/test_framing.py bench/test_topics.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
 	faults/test_healing_kills.py server/test_canary_blame.py server/test_text_healing.py server/test_texts.py)
-PYTEST := $(BIN)/python -m pytest -m 'not faults and not numerics and not scale'
+ANY_LENGTH := not faults and not numerics and not scale
+PYTEST := $(BIN)/python -m pytest -m '$(ANY_LENGTH)'
+SUITE := $(BIN)/python -m pytest -m '$(ANY_LENGTH) and $(if $(LONG),,not )long'
 # Engines and containers have targets of their own.
 LEFT_OUT = $(addprefix --ignore=,$(DOCS) tests/scale tests/containers)
 
-test: setup ## the suite without `make test-docs`, CPU only, no network
+test: setup ## the suite without what `make test-long` and `make test-docs` run, CPU only, no network
 	$(MAKE) --no-print-directory --jobs 2 test-torch test-rest
 
 test-torch:
-	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) $(TORCH)
+	$(SUITE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) $(TORCH)
 
 test-rest:
-	TORCH_ELSEWHERE=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \
+	TORCH_ELSEWHERE=1 $(SUITE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \
 		$(addprefix --ignore=,$(TORCH)) tests
+
+test-long: setup ## the tests that take seconds each, CPU only, no network
+	$(MAKE) --no-print-directory --jobs 2 LONG=1 test-torch test-rest
 
 test-docs: setup ## documents, wheels and pages in a browser, CPU only, no network
 	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DOCS)
@@ -99,7 +104,7 @@ test-plain-grpc: setup ## the server's tests on a plain grpc.server, as with a g
 	NOBACKFILL_PLAIN_GRPC=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PLAIN_GRPC)
 
 # Two halves beside each other: each imports what its rooms need, and waits for no other.
-QUICK := $(PYTEST) -q -p tests.quick $(LEFT_OUT)
+QUICK := $(SUITE) -q -p tests.quick $(LEFT_OUT)
 QUICK_HALF := $(addprefix tests/,adopt client release)
 
 quick: $(READY) ## tests without processes, gateways and torch: 90 s on two cores

@@ -309,6 +309,7 @@ def test_generated_protos_are_fresh() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_patterns_end_at_the_end() -> None:
     """`$` also matches before a newline at the end: "photos\\n" was the name of a gallery."""

@@ -103,6 +103,7 @@ def test_migrate_ends_with_the_adapter_and_an_untouched_file(
         assert hashlib.sha256((tmp_path / "store.db").read_bytes()).digest() == before
 
 
+@pytest.mark.long
 def test_migrate_ends_with_the_adapter_and_an_untouched_table(
     postgres: Server,
     tmp_path: Path,
@@ -142,6 +143,7 @@ def test_migrate_ends_with_the_adapter_and_an_untouched_table(
         assert state() == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fit_writes_an_adapter_that_is_no_map(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

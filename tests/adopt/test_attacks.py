@@ -328,6 +328,7 @@ def test_a_damaged_map_or_joining_is_read_or_refused(data: st.DataObject) -> Non
             load(path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ids_that_come_twice_are_told_in_one_pass(tmp_path: Path) -> None:
     """60,000 lines took 41 s of a processor, 200,000 would ten times as long."""

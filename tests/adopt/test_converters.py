@@ -85,6 +85,7 @@ def write(path: Path, vectors: Vectors, model: str | None) -> None:
     path.write_bytes(vectors_to_parquet("id", ids, "vector", vectors, said))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_who_has_no_pairs_carries_by_what_another_published(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -203,6 +204,7 @@ def test_an_ordinary_release_is_no_converter(
         assert "`gateway upgrade`" in said
 
 
+@pytest.mark.long
 def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_path: Path) -> None:
     run(*PUBLISH)
     old, new = open_source("old.parquet"), open_source("new.parquet")

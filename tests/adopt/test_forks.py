@@ -38,6 +38,7 @@ def told(address: str, folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_each_process_has_its_own_connection_to_postgresql(
     postgres: Server, tmp_path: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_each_process_has_its_own_connection_to_postgresql(
         assert not any(told(f"{address}#Documents", tmp_path).values())
 
 
+@pytest.mark.long
 def test_a_folder_of_qdrant_stays_with_its_opener(tmp_path: Path) -> None:
     folder = tmp_path / "q"
     client = QdrantClient(path=str(folder))

@@ -167,6 +167,7 @@ def check(verdict: Verdict, shop: Shop, error: float = 0.02) -> None:
             assert low <= truth[way.name]["agreement@10"] <= high
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) -> None:
     shop = Shop(20_000, 1500, 600)
@@ -234,6 +235,7 @@ print(peak.split()[1])
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_gallery(tmp_path: Path) -> None:
     peaks = []
     for count in (50_000, 400_000):

@@ -120,6 +120,7 @@ def test_a_migration_without_a_verdict_writes_nothing(
     assert migration.plan().state == "deciding"
 
 
+@pytest.mark.long
 def test_a_table_is_decided_flipped_and_finished(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_table_is_decided_flipped_and_finished(
     assert "the migration is finished: the old vectors are dropped" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_flip_is_taken_back_as_long_as_no_row_would_be_lost(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_flip_is_taken_back_as_long_as_no_row_would_be_lost(
     assert vectors(connection) == before
 
 
+@pytest.mark.long
 def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -214,6 +217,7 @@ def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_mapped_vectors_are_there_to_search_by_until_every_row_is_native(
     documents: tuple[str, Connection, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +280,7 @@ def test_the_same_model_in_half_precision_is_named_and_nothing_is_written(
     assert json.loads(ours)["model"] == open_embedder(str(half)).fingerprint
 
 
+@pytest.mark.long
 def test_old_vectors_are_not_given_back_where_their_triggers_were_off(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +304,7 @@ def test_old_vectors_are_not_given_back_where_their_triggers_were_off(
     assert "column 'v_before' may hold stale vectors" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_both_models_answer_from_now_on_where_the_items_are_gone(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +344,7 @@ def test_another_store_or_another_question_is_refused_by_name(
     assert "no migration is here" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_ctrl_c_says_what_is_done_and_how_to_continue(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -378,6 +385,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_continue(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_a_second_back_says_that_nothing_is_left(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,6 +403,7 @@ def test_a_second_back_says_that_nothing_is_left(
     assert vectors(connection) == before
 
 
+@pytest.mark.long
 def test_a_lost_lock_ends_the_writing(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -436,6 +445,7 @@ def state_of(capsys: pytest.CaptureFixture[str]) -> str:
     return str(json.loads(capsys.readouterr().out)["state"])
 
 
+@pytest.mark.long
 def test_a_kill_before_the_note_of_a_flip_or_its_reverse_misleads_no_command(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -469,6 +479,7 @@ def test_a_kill_before_the_note_of_a_flip_or_its_reverse_misleads_no_command(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_a_lost_comment_is_named_and_nothing_is_said_to_be_taken_back(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -487,6 +498,7 @@ def test_a_lost_comment_is_named_and_nothing_is_said_to_be_taken_back(
     assert vectors(connection) == before
 
 
+@pytest.mark.long
 def test_back_does_not_lose_rows_that_policies_hide(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -524,6 +536,7 @@ def test_back_removes_no_column_that_carry_has_made(
     assert columns(connection) == {"id", "body", "v", "v_new"}
 
 
+@pytest.mark.long
 def test_a_busy_table_is_not_called_another_migration(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -577,6 +590,7 @@ def test_a_misspelt_command_is_answered_with_the_commands(
     assert "start, status, pause, back, finish" in error and hint in error
 
 
+@pytest.mark.long
 def test_another_sample_or_price_continues_the_migration(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -602,6 +616,7 @@ def test_another_sample_or_price_continues_the_migration(
     assert columns(connection) == {"id", "body", "v"}
 
 
+@pytest.mark.long
 def test_a_second_folder_of_the_same_model_claims_nothing(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -621,6 +636,7 @@ def test_a_second_folder_of_the_same_model_claims_nothing(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_an_id_with_a_line_break_is_migrated_without_being_in_the_sample(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -637,6 +653,7 @@ def test_an_id_with_a_line_break_is_migrated_without_being_in_the_sample(
     np.testing.assert_allclose([vector for _, vector in found], wanted, atol=1e-5)
 
 
+@pytest.mark.long
 def test_what_searches_want_is_embedded_first_and_shown_to_them(
     documents: tuple[str, Connection, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -675,6 +692,7 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
     natives.close()
 
 
+@pytest.mark.long
 def test_pictures_are_migrated_under_their_names(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -712,6 +730,7 @@ def test_pictures_are_migrated_under_their_names(
     assert run("back") == 0
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_a_migration_that_continues(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -732,6 +751,7 @@ def test_a_full_disk_leaves_a_migration_that_continues(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -774,6 +794,7 @@ def restore(postgres: Server, address: str, connection: Connection) -> None:
     subprocess.run(load, input=text, check=True, capture_output=True)
 
 
+@pytest.mark.long
 def test_a_restored_dump_can_be_taken_back_and_continued(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -824,6 +845,7 @@ def test_a_restored_dump_can_be_taken_back_and_continued(
     same(vectors(connection), folder / "new", connection)
 
 
+@pytest.mark.long
 def test_progress_counts_what_an_earlier_run_wrote(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -552,6 +552,7 @@ def life(table: Migrated, way: str, kills: int, seed: int, seconds: float = 6.0)
     table.check_objects(finished=True)
 
 
+@pytest.mark.long
 def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
     words = table.words
     table.run(*words)
@@ -589,6 +590,7 @@ def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
     assert "--work" in error or "COMMENT ON" in error
 
 
+@pytest.mark.long
 def test_two_kills_lose_nothing(table: Migrated) -> None:
     life(table, "re-embed", 2, seed=1)
 

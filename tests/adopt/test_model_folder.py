@@ -295,6 +295,7 @@ def graphs(cache: Path) -> list[Path]:
     return sorted(cache.glob("*/model.onnx"))
 
 
+@pytest.mark.long
 def test_a_transformer_is_exported_once(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +331,7 @@ def test_a_transformer_is_exported_once(
     assert len(graphs(cache)) == 2
 
 
+@pytest.mark.long
 def test_routes_with_transformers_of_their_own(tmp_path: Path, cache: Path) -> None:
     torch.manual_seed(4)
     other = Transformer(str(LIBRARY), max_seq_length=12)
@@ -343,6 +345,7 @@ def test_routes_with_transformers_of_their_own(tmp_path: Path, cache: Path) -> N
     assert len(graphs(cache)) == 2
 
 
+@pytest.mark.long
 def test_a_route_behind_an_onnx_file(tmp_path: Path, cache: Path) -> None:
     """The graph is the Transformer's, and each role pools in its own way."""
     router = Router.for_query_document([Pooling(DIM, "mean")], [Pooling(DIM, "cls")])
@@ -382,6 +385,7 @@ def begun(folder: Path) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_processes_export_once_and_a_killed_one_leaves_nothing(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -419,6 +423,7 @@ def architectures() -> Iterator[tuple[str, Any, Any]]:
     yield "qwen3", Qwen3Model(config), "lasttoken"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(3), ids=["mpnet", "xlm-roberta", "qwen3"])
 def test_transformers_of_other_kinds(number: int, tmp_path: Path) -> None:
     torch.manual_seed(5)
@@ -433,6 +438,7 @@ def test_transformers_of_other_kinds(number: int, tmp_path: Path) -> None:
     alike(tmp_path / "m", library)
 
 
+@pytest.mark.long
 def test_vectors_other_than_the_librarys_are_refused(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +481,7 @@ def test_pickles_are_refused_by_name(tmp_path: Path, cache: Path) -> None:
     assert not graphs(cache)
 
 
+@pytest.mark.long
 def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
     bert(tmp_path / "m", [Pooling(DIM, "mean")])
     (tmp_path / "m" / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

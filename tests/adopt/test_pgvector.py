@@ -163,6 +163,7 @@ def test_keys_of_any_type_find_their_vectors(postgres: Server, kind: str, keys: 
         assert left.fetchall() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["table", "numpy", "parquet"])
 def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Path) -> None:
     """Within a factor of ten, on a machine that others use; the map alone is a hundredth of it."""

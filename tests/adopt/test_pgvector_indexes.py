@@ -107,6 +107,7 @@ def test_a_flip_builds_only_the_index_that_is_missing(
     assert built.count(relation) == (4 if target is COLUMN else 1)
 
 
+@pytest.mark.long
 @both
 def test_of_two_flips_at_once_one_refuses(table: tuple[str, Connection], target: Target) -> None:
     address, connection = table
@@ -149,6 +150,7 @@ def test_a_flip_whose_build_fails_leaves_no_index(
     assert carried(address, target, flip=True).new_vector_count == 300
 
 
+@pytest.mark.long
 @both
 def test_an_index_that_somebody_builds_is_left_alone(
     table: tuple[str, Connection], target: Target

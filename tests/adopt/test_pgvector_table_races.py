@@ -18,6 +18,7 @@ from tests.adopt.racing import Racing
 from tests.adopt.table_beside import MAP, TARGET, Connection, carried, drawn, put, stale
 
 
+@pytest.mark.long
 def test_a_transaction_that_stays_open_is_given_way_to(table: tuple[str, Connection]) -> None:
     address, connection = table
     source = open_source(f"{address}#t")
@@ -97,6 +98,7 @@ def test_what_another_carries_between_two_readings_is_not_wrong(
         carry(overtaken, TARGET, MAP, window=400)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_at_no_moment_is_a_vector_stale(table: tuple[str, Connection]) -> None:
     """Four writers of several keys a transaction, in any order, some of which are taken back, and
     two carryings at once, while somebody looks."""

@@ -355,6 +355,7 @@ def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path:
     assert Migration(tmp_path).vector_names() == ("vector_new", "vector")
 
 
+@pytest.mark.long
 def test_an_alias_is_the_same_collection(store: Qdrant) -> None:
     alias = models.CreateAlias(collection_name="docs", alias_name="live")
     operation = models.CreateAliasOperation(create_alias=alias)

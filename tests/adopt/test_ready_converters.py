@@ -151,6 +151,7 @@ def test_reasons_to_leave_a_converter_out() -> None:
     assert reason("map", "agreement@10", "+", LARGEST + 1) == "its files have 3.0 MB"
 
 
+@pytest.mark.long
 def test_the_page_has_the_figures_and_its_command_runs(tmp_path: Path) -> None:
     text = page("converters/README.md")
     assert f"<!-- figures -->\n{converters.page(FIGURES)}<!-- end of figures -->\n" in text

@@ -107,6 +107,7 @@ def test_layers_that_do_not_fit_are_refused(layers: list[tuple[Floats, Floats]],
         train_residual(straight, pairs.old, pairs.new, lambda *_: layers)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_who_cannot_train_is_named() -> None:
     for name in ("nobackfill.nowhere:residual", "nobackfill.training.pairs:nobody", "residual"):
@@ -116,6 +117,7 @@ def test_who_cannot_train_is_named() -> None:
         open_trainer("nobackfill.adopt.maps:RESIDUAL_KIND")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ours_follows_what_no_line_does_and_adds_nothing_to_what_one_does() -> None:
     trainer = open_trainer(OURS)

@@ -241,6 +241,7 @@ def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
         wait_until(lambda: store.run(ours) == [(3,)], seconds=30, what="three connections are left")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("store", "seed"),
     [marked(name, seed) for name, seeds in WRITTEN.items() for seed in range(seeds)],
@@ -275,6 +276,7 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
     check(store)
 
 
+@pytest.mark.long
 @writable
 def test_writers_that_never_rest_are_not_followed_for_ever(store: Written) -> None:
     calls = itertools.count(1)

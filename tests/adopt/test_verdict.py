@@ -115,6 +115,7 @@ def test_map_where_the_old_vectors_hold_more_than_the_new_model_sees() -> None:
     assert figures(found, "query adapter")["MRR"] < 0.98 * again
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_query_adapter_is_refused_below_staying() -> None:
     """Each model sees a half that the other one does not; the new one sees its own half better."""
@@ -159,6 +160,7 @@ def test_what_chose_the_query_adapter_does_not_judge_it() -> None:
     assert (1 / place).mean() > 5 * chance
 
 
+@pytest.mark.long
 def test_switch_where_both_models_have_one_space() -> None:
     made = world()
     rng = np.random.default_rng(2)

@@ -253,6 +253,7 @@ def check_native(connection: Connection, numbers: set[int]) -> None:
     np.testing.assert_allclose([made[number] for number in sorted(made)], expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_migrate_flips_to_a_table_and_goes_back(
     documents: tuple[str, Connection], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,6 +312,7 @@ def embed(texts):
 """
 
 
+@pytest.mark.long
 def test_a_killed_migration_continues_with_rows_that_entered_and_left(
     documents: tuple[str, Connection], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def slow_error(x: Doubles, y: Doubles, penalty: float, together: int) -> float:
     return total / len(x)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
@@ -119,6 +120,7 @@ def test_of_many_rows_some_are_left_out() -> None:
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_million_pairs_take_the_memory_of_a_few_windows() -> None:
     truth = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)

@@ -98,6 +98,7 @@ def test_a_sample_is_set_beside_chance(trial: Trial) -> None:
         assert gain == pytest.approx(spread - random)
 
 
+@pytest.mark.long
 def test_the_memory_of_a_verdict_is_measured_on_a_gallery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

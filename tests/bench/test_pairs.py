@@ -95,6 +95,7 @@ def test_a_known_difference_is_found_on_a_machine_that_becomes_slower(tmp_path: 
     assert not found.met
 
 
+@pytest.mark.long
 def test_the_command_says_both_commits_and_whether_the_limit_is_met(tmp_path: Path) -> None:
     new, old = _checkout(tmp_path / "new", 1.0), _checkout(tmp_path / "old", 1.3)
     heads = {

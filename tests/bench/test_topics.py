@@ -32,6 +32,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bench")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topic",
     [t if t in QUICK else pytest.param(t, marks=pytest.mark.faults) for t in TOPICS],

@@ -116,6 +116,7 @@ def test_threads_that_work_while_nobody_asks_are_left_out(
     assert list(walk.files) == [FRONT]
 
 
+@pytest.mark.long
 def test_a_gateway_is_walked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = tmp_path / "walks.json"
     walks.main(["put"], json_file=counts)

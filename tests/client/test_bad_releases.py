@@ -32,6 +32,7 @@ def followed(world: edge.World, setting: Setting) -> Setting:
     return setting
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [QUICK, pytest.param(list(BAD), marks=pytest.mark.faults)])
 def test_bad_releases_are_named_and_not_followed(

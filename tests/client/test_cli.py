@@ -70,6 +70,7 @@ def ask(
     return answer
 
 
+@pytest.mark.long
 def test_a_life(world: edge.World, tmp_path: Path) -> None:
     """Each command is a process once."""
     process = partial(ask, run=start)

@@ -167,6 +167,7 @@ def run_all(setting: Setting, tmp_path: Path, here: Run, seeds: range) -> dict[s
     return codes
 
 
+@pytest.mark.long
 def test_damaged_galleries(large: Setting, tmp_path: Path, here: Run) -> None:
     codes = run_all(large, tmp_path, here, range(10))
     for command in ("search", "list", "verify", "rescue"):

@@ -130,6 +130,7 @@ def test_what_stands_where_a_table_belongs_is_refused(
             assert said.count("\n") == 1 and "damaged" in said, (what, command, said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", ["status", "verify", "sync", "report", "gc", "rescue --to FOLDER/saved.sqlite"]
 )

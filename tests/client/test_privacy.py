@@ -83,6 +83,7 @@ def _telling(blob: bytes) -> bytes:
     return values[used[0] : used[-1] + 1].tobytes()
 
 
+@pytest.mark.long
 def test_canaries(
     setting: Setting, world: edge.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

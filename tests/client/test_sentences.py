@@ -56,6 +56,7 @@ def tls(
         yield f"grpcs://{gateway.address}", tmp_path / "ca.pem"
 
 
+@pytest.mark.long
 def test_certificates_and_tokens(setting: Setting, tls: tuple[str, Path]) -> None:
     address, authority = tls
     sync = ("sync", "--from", address)

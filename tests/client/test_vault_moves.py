@@ -73,6 +73,7 @@ def test_a_vault_that_lacks_what_was_pushed_is_refused_and_not_remembered(
     emptied(setting.gallery, first)
 
 
+@pytest.mark.long
 def test_a_mistyped_vault_is_not_remembered(setting: Setting, gateways: list[str]) -> None:
     with pytest.raises(UnavailableError):
         pushed(setting.gallery, "grpc://127.0.0.1:1")
@@ -95,6 +96,7 @@ def test_a_vault_whose_gateway_has_another_address_now_is_followed(
         assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 12
 
 
+@pytest.mark.long
 def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
     setting: Setting, tmp_path: Path
 ) -> None:

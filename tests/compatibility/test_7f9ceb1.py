@@ -298,6 +298,7 @@ def test_every_call_of_the_contract_was_recorded() -> None:
     assert calls == contract().methods
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("session", ["gateway", "midway", "killed"])
 def test_recorded_calls_get_the_same_answers(session: str, repo: Path, tmp_path: Path) -> None:
     data = unpack(session, tmp_path / "data")
@@ -306,6 +307,7 @@ def test_recorded_calls_get_the_same_answers(session: str, repo: Path, tmp_path:
     assert not differences, "\n".join(differences)
 
 
+@pytest.mark.long
 def test_recorded_calls_get_the_same_answers_from_a_restored_database(
     postgres: Server, repo: Path, tmp_path: Path
 ) -> None:
@@ -397,6 +399,7 @@ FEW_CALLS = 40
 DEVICES = ("first", "followed", "interrupted", "rolled-back", "vault")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_device_answers_as_it_did(name: str, tmp_path: Path) -> None:
     device = EdgeClient(name, tmp_path)

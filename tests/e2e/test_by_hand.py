@@ -24,6 +24,7 @@ def documented_command() -> str:
     return found[0]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not VENV.exists(), reason="Triton's environment is not set up (make setup)")
 def test_the_documented_command_serves_every_model(place: Place, tmp_path: Path) -> None:
     publish_block_release(place.repo, 2, [1])

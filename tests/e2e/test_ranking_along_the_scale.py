@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nobackfill.adopt.converters import map_to_upgrade_onnx
 from nobackfill.adopt.maps import fit_maps
@@ -22,6 +23,7 @@ NOTES = {f"n{row}": " ".join(f"w{word}" for word in words) for row, words in enu
 CARRIED, ALL = 40, 60
 
 
+@pytest.mark.long
 def test_what_the_gate_chose_is_served(tmp_path: Path) -> None:
     repo, file = tmp_path / "repo", known(tmp_path / "texts.jsonl")
     models = [tmp_path / "1", tmp_path / "2"]

@@ -80,6 +80,7 @@ def swap_under_load(place: Place, rollout: str) -> list[Asker]:
     return askers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rollout", ["cutover", "dual"])
 def test_no_search_fails_and_none_meets_another_space(place: Place, rollout: str) -> None:
     publish_block_release(place.repo, 2, [1])
@@ -94,6 +95,7 @@ def test_no_search_fails_and_none_meets_another_space(place: Place, rollout: str
     assert place.gateway.delete("blocks", ["images/0-0000.png"]) == 1
 
 
+@pytest.mark.long
 def test_device_and_server_answer_alike_before_and_after(
     place: Place, children: Children, tmp_path: Path
 ) -> None:

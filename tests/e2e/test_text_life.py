@@ -99,6 +99,7 @@ def publish(folder: Path, number: int, *more: object) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.long
 def test_a_map_of_others_models_upgrades_notes_and_is_taken_back(tmp_path: Path) -> None:
     topical(tmp_path / "old", TOPICS, DIM, strength=1.0, turned=0)
     topical(tmp_path / "new", TOPICS, DIM, strength=6.0, turned=1)
@@ -144,6 +145,7 @@ def again(gateway: GatewayServer, client: Client, after: float) -> None:
     assert gateway.galleries.peek("g").count() == KEPT
 
 
+@pytest.mark.long
 def test_a_map_of_another_model_is_refused(tmp_path: Path) -> None:
     topical(tmp_path / "old", TOPICS, DIM, strength=1.0, turned=0)
     topical(tmp_path / "new", TOPICS, DIM, strength=6.0, turned=1)
@@ -158,6 +160,7 @@ def test_a_map_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "of another new model than the one being published" in refused.output
 
 
+@pytest.mark.long
 def test_a_query_adapter_answers_on_the_first_day(tmp_path: Path) -> None:
     """The old model hears six words in each query that nobody said; its notes are as good as the
     new one's."""

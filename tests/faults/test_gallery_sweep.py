@@ -169,6 +169,7 @@ def recover(folder: Path, unbroken: list[Dump], acknowledged: int) -> None:
     assert names - {"acknowledged"} == {"g.sqlite", "g.sqlite.lock", "index"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

@@ -17,6 +17,7 @@ from tests.support.powerloss import WAYS, record, states
 from tests.support.publication import seen, workshop
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("near_gate")
 @pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.faults), pytest.param(7)], ids=["all", "some"]

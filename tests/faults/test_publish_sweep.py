@@ -35,6 +35,7 @@ def expected_status(kind: str) -> int:
     return KILLED if kind in ("kill", "short") else CannotWriteError.exit_code
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("near_gate")
 @pytest.mark.parametrize(("kind", "stride"), FAULTS)
 def test_a_second_release_is_wholly_there_or_not_at_all(
@@ -66,6 +67,7 @@ def test_a_second_release_is_wholly_there_or_not_at_all(
     print(f"{kind}: {steps} steps of publishing a second release, each {stride}.")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("near_gate")
 @pytest.mark.parametrize(("kind", "stride"), FAULTS)
 def test_a_first_release_is_wholly_there_or_not_at_all(
@@ -102,6 +104,7 @@ CHANGES: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "stride"), FAULTS)
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[name for name, _ in CHANGES])
 def test_changes_of_metadata_leave_a_valid_publication_at_each_step(

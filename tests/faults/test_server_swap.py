@@ -58,6 +58,7 @@ def print_latencies(name: str, met: Run, begin: float, end: float) -> None:
     print(f"{name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, max {max(found):.1f} ms")
 
 
+@pytest.mark.long
 def test_two_swaps_under_load(stages: Stages, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     shutil.copytree(stages[1], repo)

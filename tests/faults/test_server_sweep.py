@@ -22,6 +22,7 @@ def sweep(stride: int, *kinds: str) -> dict[str, int]:
     return points
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_killed_at_some_steps() -> None:
     sweep(9, "kill")

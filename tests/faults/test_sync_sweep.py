@@ -120,6 +120,7 @@ def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nobackfill.client.sync.try_release", check_probes)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kind", "stride"), FAULTS)
 def test_a_sync_is_all_old_or_all_new(kind: str, stride: int, bench: Bench) -> None:
@@ -137,6 +138,7 @@ def test_a_sync_is_all_old_or_all_new(kind: str, stride: int, bench: Bench) -> N
     print(f"{kind}: {steps} steps of a sync, each {stride}.; {flipped} of these after the flip")
 
 
+@pytest.mark.long
 def test_a_second_kill_while_recovering_changes_nothing(bench: Bench) -> None:
     bench.restore()
     steps = count_steps(bench.sync)

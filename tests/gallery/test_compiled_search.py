@@ -163,6 +163,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
         ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_outlives_the_graph_that_others_let_go_of() -> None:
     """Threads search what they hold while it is replaced and let go of; then nothing is left."""

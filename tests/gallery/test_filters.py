@@ -125,6 +125,7 @@ def moment(text: str) -> int:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(

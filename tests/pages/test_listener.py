@@ -138,6 +138,7 @@ def asked(listener: Listener, address: str, path: str = "/") -> bytes:
         return one.recv(64).split(b"\r\n")[0].removeprefix(b"HTTP/1.1 ")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x"], ids=["silent", "half"])
@@ -150,6 +151,7 @@ def test_who_says_nothing_keeps_nobody_out(crowded: Listener, address: str, sent
         assert silent[0].recv(1) == b""
 
 
+@pytest.mark.long
 def test_who_begins_no_tls_is_cut_off_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_what_is_served_is_what_is_judged_and_recorded(life: Life) -> None:
         assert curve[-1] == pytest.approx(cells["2/2"].map, abs=0.01)
 
 
+@pytest.mark.long
 def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted) -> None:
     """A loss that the bound allows can still take more than the release gains."""
     new, evidence = measured(life, spoilt, 2)
@@ -144,6 +145,7 @@ def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
     return Drafted({**spoilt.manifests, 3: new}, {**spoilt.files, **local})
 
 
+@pytest.mark.long
 def test_a_chain_is_judged_with_the_twins_on_its_way(
     life: Life, spoilt: Drafted, tmp_path: Path
 ) -> None:

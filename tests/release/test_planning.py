@@ -89,6 +89,7 @@ def best_of_all(manifests: Mapping[int, Manifest], side: str | None) -> Route | 
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(data=st.data(), side=SIDES)

@@ -87,6 +87,7 @@ def test_a_tokenizer_that_takes_the_probes_alone_is_refused_in_the_trial(tmp_pat
         try_release(bad.files, bad.manifest)
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_takes_any_memory_is_refused_in_the_trial(tmp_path: Path) -> None:
     draft = text_releases.draft(tmp_path / "bad", 1, grows="q")
     with pytest.raises(VerificationError, match="crash the process that loads them"):

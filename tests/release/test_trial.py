@@ -268,6 +268,7 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
     assert trials() == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> None:
     path = manifest.probes_path(1)

@@ -70,6 +70,7 @@ def untimed(results: Results) -> dict[str, object]:
     return results.model_dump(exclude={"costs"})
 
 
+@pytest.mark.long
 def test_a_comparison_needs_no_index() -> None:
     """Neither the compiled one nor the package hnswlib is there, as on a borrowed GPU."""
     program = """
@@ -81,6 +82,7 @@ import nobackfill.research.compare
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
+@pytest.mark.long
 def test_two_processes_find_what_one_does(
     small: tuple[Path, Results], digits: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path
     assert {task.work for task in planned} == {train_run, make_features, measure_row}
 
 
+@pytest.mark.long
 def test_a_training_that_fails_in_a_process_ends_the_comparison(
     digits: Path, tmp_path: Path
 ) -> None:
@@ -307,6 +310,7 @@ def test_label_noise_moves_a_fifth_of_the_images_to_wrong_classes(
     assert wrong == round(0.2 * 400)
 
 
+@pytest.mark.long
 def test_methods_that_train_on_made_folders_make_them(tmp_path: Path, digits: Path) -> None:
     train_and_test(digits, tmp_path / "data", 0.4, 0)
     short = {kind: dict(values) for kind, values in SHORT.items()}

@@ -79,6 +79,7 @@ def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_exported_upgrade_computes_what_torch_computes(int8: bool) -> None:
     torch.manual_seed(0)

@@ -123,6 +123,7 @@ LAYOUTS: Mapping[str, tuple[Preset, Callable[[Path, Path], None]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -155,6 +156,7 @@ def test_a_set_of_class_folders_has_the_rows_of_its_tables(
         assert raw["options"] == {"raw": True} and raw["old_side"] == runs / "side-alternate"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rows", "figures"),
     [

@@ -115,6 +115,7 @@ def test_lwf_of_the_paper_learns_new_classes_and_knows_the_old_ones_by_soft_labe
     assert set(images_of(place, row).labels) == set(range(10))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
 def test_models_of_two_architectures_are_compared(place: ComparisonPlace, pair: str) -> None:
     rows = {row.name: row for row in rows_of(place, ("architectures",))}
@@ -159,6 +160,7 @@ def test_a_long_chain_hands_each_model_and_side_information_on(place: Comparison
         assert rows[f"long_chain:{length}"].upgrade_runs == longest.upgrade_runs[:length]
 
 
+@pytest.mark.long
 def test_a_chain_of_two_is_measured(place: ComparisonPlace) -> None:
     rows = {row.name: row for row in rows_of(place, ("long_chain",))}
     run_tasks([(place, [rows["long_chain:2"]])], 1)
@@ -184,6 +186,7 @@ def slow_psi(run: TrainingRun, embedding: np.ndarray) -> np.ndarray:
     return to_unit_norm(embedding)
 
 
+@pytest.mark.long
 def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) -> None:
     """phi_1's gallery through psi_2 and psi_3 (DMU Figure 3); BCT's stays as it is."""
     (dmu,), (bct,) = rows_of(place, ("dmu_chain",)), rows_of(place, ("bct_chain",))
@@ -240,6 +243,7 @@ def test_every_allocation_takes_the_steps_of_all_images(place: ComparisonPlace) 
             assert own * len(images) == pytest.approx(epochs * len(whole), rel=0.1), name
 
 
+@pytest.mark.long
 def test_a_limit_saw_what_is_tested_and_is_ranked_with_nobody(
     place: ComparisonPlace, tmp_path: Path
 ) -> None:

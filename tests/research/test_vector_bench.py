@@ -149,6 +149,7 @@ def test_agreement_and_known_items_are_counted(tmp_path: Path) -> None:
         assert rows["affine"].figures[part]["known_item"] == pytest.approx(own[mask].mean())
 
 
+@pytest.mark.long
 def test_every_rival_runs_and_reports_its_size(tmp_path: Path) -> None:
     vectors = frozen(tmp_path)
     result = compare_vectors(vectors, seeds=2, pairs=400, registry=SMALL)
@@ -181,6 +182,7 @@ def test_every_rival_runs_and_reports_its_size(tmp_path: Path) -> None:
     assert result.rows[REEMBED].differences["unseen classes"]["map"].classes is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dim_new", [7, 20])
 def test_spaces_of_different_dimensions(tmp_path: Path, dim_new: int) -> None:
     save(tmp_path / "v.npz", arrays(dim_new))

@@ -91,6 +91,7 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
             found.search(MADE.queries_old[3], MADE.queries_old[3], 5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> None:
     """Each model weighs what it sees in its own way, so that the old one's first 100 of 1,500 hold

@@ -327,6 +327,7 @@ def test_an_interrupted_one_leaves_nothing(
     assert names(tmp_path) == before
 
 
+@pytest.mark.long
 def test_what_killed_backups_left_is_removed(data: Path, tmp_path: Path, one: Manifest) -> None:
     """By the next one, whatever its name; the kill came at any of its durable steps."""
     make_gallery(data, "g", one)
@@ -348,6 +349,7 @@ def test_what_killed_backups_left_is_removed(data: Path, tmp_path: Path, one: Ma
         verify(parent / "killed" if finished else parent / "next")
 
 
+@pytest.mark.long
 def test_what_a_killed_restore_left_is_removed(data: Path, tmp_path: Path, one: Manifest) -> None:
     """Until it has ended a gateway does not start on it; the next restore begins anew."""
     make_gallery(data, "g", one)
@@ -528,6 +530,7 @@ def test_what_a_start_reads_is_verified(data: Path, content: str) -> None:
         verify(data)
 
 
+@pytest.mark.long
 def test_verifying_beside_a_busy_gateway(stages: dict[int, Path], tmp_path: Path) -> None:
     """Galleries, items and blobs come and go, and all that is there is good."""
     pictures = images(40)

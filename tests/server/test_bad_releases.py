@@ -19,6 +19,7 @@ from tests.support.bad_releases import (
 from tests.support.blocks import publish_block_release
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [QUICK, pytest.param(list(BAD), marks=pytest.mark.faults)])
 def test_bad_releases_fail_and_the_active_one_serves_on(

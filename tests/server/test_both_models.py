@@ -93,6 +93,7 @@ def given(manifest: Manifest, values: NDArray[np.float64]) -> dict[str, list[flo
     return {manifest.space: values.tolist()}
 
 
+@pytest.mark.long
 def test_both_models_rank_what_was_carried(
     repo: Path, one: Manifest, tmp_path: Path, store: str | None
 ) -> None:

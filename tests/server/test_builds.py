@@ -17,6 +17,7 @@ from tests.support.waiting import wait_until
 WAIT_S = 60.0
 
 
+@pytest.mark.long
 def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
     repo: Path, tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

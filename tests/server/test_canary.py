@@ -192,6 +192,7 @@ def test_answers_that_take_much_longer_stop_it(
     assert whole(ask(client, by_pair[2][0], 0), "i0") == 1
 
 
+@pytest.mark.long
 def test_searches_that_are_expensive_for_both_pairs_do_not_stop_it(
     client: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

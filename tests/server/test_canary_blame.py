@@ -97,6 +97,7 @@ def test_a_model_slower_than_callers_wait_stops_it_and_they_are_answered(
     wait_for(lambda: client.states() == {1: "ACTIVE", 2: "FAILED"})
 
 
+@pytest.mark.long
 def test_a_model_that_never_answers_stops_it_before_it_is_known_how_long_others_take(
     client: Client, before: Models
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_model_that_never_answers_stops_it_before_it_is_known_how_long_others_
     assert report(client).message.startswith("errors: ")
 
 
+@pytest.mark.long
 def test_callers_that_hardly_wait_say_nothing(client: Client, before: Models) -> None:
     begin(client, pb.Canary(share=1.0))
     before(too_slow)
@@ -227,6 +229,7 @@ def test_queries_that_wait_to_be_compared_are_bounded_in_bytes(
     wait_for(lambda: report(client).compared == 4)
 
 
+@pytest.mark.long
 def test_texts_are_answered_by_the_pair_that_reads_them(near_gate: None, tmp_path: Path) -> None:
     repo, drafts = tmp_path / "repo", tmp_path / "drafts"
     publish(repo, text_releases.draft(drafts, 1, [], reads="both"))

@@ -72,6 +72,7 @@ def test_every_command_shows_examples_that_its_parser_accepts() -> None:
             parser.make_context(words, arguments)
 
 
+@pytest.mark.long
 def test_a_status_says_why_no_release_answers(repo: Path, tmp_path: Path) -> None:
     absent = f"--triton=127.0.0.1:{free_port()}"
     with serving(repo, tmp_path / "data", absent) as gateway:
@@ -86,6 +87,7 @@ def test_a_status_says_why_no_release_answers(repo: Path, tmp_path: Path) -> Non
             assert f"\n{note}" in printed, printed
 
 
+@pytest.mark.long
 def test_a_life_through_commands(
     served: Served, repo: Path, stages: Stages, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def over_and_over(*calls: Callable[[], object]) -> Iterator[None]:
         assert all(result.result(60) for result in results)
 
 
+@pytest.mark.long
 def test_every_use_beside_deletions_in_a_loop(repo: Path, tmp_path: Path, one: Manifest) -> None:
     """The gateway died of SIGSEGV within seconds: SQLite connections were closed under readers."""
     item = gallery_pb2.PutItem(

@@ -4,6 +4,8 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.server.test_cli import run_json
@@ -13,6 +15,7 @@ from tests.support.waiting import wait_until
 PICTURES = images(201)
 
 
+@pytest.mark.long
 def test_a_dump_is_one_state_that_another_gateway_serves(
     near_gate: None, stages: Stages, tmp_path: Path, postgres: Server
 ) -> None:

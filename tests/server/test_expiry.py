@@ -65,6 +65,7 @@ def secured(stages: Stages, folder: Path, authority: trustme.CA) -> Iterator[Gat
         yield gateway
 
 
+@pytest.mark.long
 def test_a_client_learns_why_a_certificate_is_refused(
     stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

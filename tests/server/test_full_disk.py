@@ -47,6 +47,7 @@ def stays_failed(client: Client, reason: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_in_files(stages: Stages, repo: Path, tmp_path: Path) -> None:
     """Its end has room of its own. A restart with room does not begin it anew, an operator does."""
     with disks.small_disk(tmp_path / "disk", 24) as disk:
@@ -98,6 +99,7 @@ CREATE TRIGGER refuse BEFORE UPDATE ON nobackfill.gateway FOR EACH ROW
 """
 
 
+@pytest.mark.long
 def test_in_a_database(stages: Stages, repo: Path, tmp_path: Path, postgres: Server) -> None:
     """FAILED is told once it is recorded; room does not begin it anew, an operator does."""
     with (

@@ -121,6 +121,7 @@ def state_of(client: Client, gallery: str) -> str:
     return upgrade_pb2.UpgradeState.Name(job.state).removeprefix("UPGRADE_STATE_")
 
 
+@pytest.mark.long
 def test_swaps_and_a_rolling_restart_fail_no_call(fleet: Fleet, clients: list[Client]) -> None:
     """Both rollouts that this release allows, begun, undone and found by different gateways."""
     return_to_one(clients)
@@ -203,6 +204,7 @@ def test_a_gallery_made_while_its_gateway_looks_is_kept(
     fleet.restart(0)
 
 
+@pytest.mark.long
 def test_another_leads_on_when_the_leader_is_killed(
     fleet: Fleet, clients: list[Client], stages: Stages, tmp_path: Path
 ) -> None:

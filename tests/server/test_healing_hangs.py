@@ -50,6 +50,7 @@ def hanging(name: str) -> bytes | None:
     return None
 
 
+@pytest.mark.long
 def test_a_source_that_hangs_is_its_own_gallerys_trouble(
     stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_source_that_hangs_is_its_own_gallerys_trouble(
     assert time.monotonic() - ended < 30
 
 
+@pytest.mark.long
 def test_the_gateway_ends_while_sources_hang(stages: Stages, tmp_path: Path) -> None:
     with upgraded(stages, tmp_path):
         pass

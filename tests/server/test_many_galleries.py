@@ -53,6 +53,7 @@ def listed(client: Client, size: int = 0) -> list[str]:
         request.page_token = answer.next_page_token
 
 
+@pytest.mark.long
 def test_hundreds_with_few_descriptors(repo: Path, tmp_path: Path, one: Manifest) -> None:
     data = tmp_path / "data"
     fill(repo, data, FEW)

@@ -115,6 +115,7 @@ def objects() -> Counter[str]:
     return Counter({kind: n for kind, n in kinds.items() if kind.startswith("nobackfill.")})
 
 
+@pytest.mark.long
 def test_a_swap_leaves_no_object(
     stages: Stages, repo: Path, gateway: GatewayServer, client: Client
 ) -> None:

@@ -46,6 +46,7 @@ def miss_often(misses: MissedProbes) -> None:
         misses.add()
 
 
+@pytest.mark.long
 def test_who_is_busy_is_waited_for_and_who_hangs_is_not(group: int) -> None:
     misses = MissedProbes(lambda: group_processor_s(group))
     miss_often(misses)

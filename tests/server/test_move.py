@@ -45,6 +45,7 @@ def moved(
     }
 
 
+@pytest.mark.long
 def test_galleries_move_to_a_database_and_back(
     repo: Path, stages: Stages, tmp_path: Path, postgres: Server
 ) -> None:

@@ -73,6 +73,7 @@ def store(
     assert not [*tmp_path.glob("*/state.json"), *tmp_path.glob("*/galleries/*")]
 
 
+@pytest.mark.long
 def test_a_database_that_crashes_is_waited_for(
     repo: Path, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_gallery_that_lost_a_table_is_set_aside(
         client.delete_gallery("bad")
 
 
+@pytest.mark.long
 def test_a_password_is_in_no_log(repo: Path, tmp_path: Path, store: str) -> None:
     address = store.replace("postgres@", "postgres:hush-hush@")
     with (

@@ -51,6 +51,7 @@ def test_sigterm_lets_calls_end(repo: Path, tmp_path: Path) -> None:
     assert served.events()[-1]["event"] == "stopped"
 
 
+@pytest.mark.long
 def test_callers_in_a_loop_hear_that_it_is_unavailable_not_that_they_cancelled(
     repo: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_reflection_tells_a_stranger_the_contract(shared: Client) -> None:
     assert [method.name for method in service.methods] == ["Search", "SearchBatch", "Feedback"]
 
 
+@pytest.mark.long
 def test_metrics_count_calls_and_hold_no_ids(repo: Path, tmp_path: Path) -> None:
     with serving(repo, tmp_path / "data", "--triton=in-process") as served:
         with Client(served.address) as client:

@@ -205,6 +205,7 @@ def test_refused_calls_are_counted(guarded: Guarded) -> None:
     assert guarded.series(unknown) == before[1] + 3
 
 
+@pytest.mark.long
 def test_large_messages_without_a_token_are_not_kept(stages: Stages, tmp_path: Path) -> None:
     shutil.copytree(stages[1], tmp_path / "repo")
     tokens = tokens_file(tmp_path / "tokens")

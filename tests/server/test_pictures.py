@@ -118,6 +118,7 @@ def test_what_a_message_cannot_afford_is_refused_by_name(
     assert "fewer at a time" in answer.errors[0].message
 
 
+@pytest.mark.long
 def test_batches_of_large_pictures_free_their_threads(shared: Client, gallery: str) -> None:
     """Their clients go after a second; all other calls are answered during it and after it."""
     shared.put_images(images(3), gallery)

@@ -17,6 +17,7 @@ def manifest(folder: Path, release: int) -> Manifest:
     return parse_manifest((folder / "model_repo" / f"release-{release}.json").read_bytes())
 
 
+@pytest.mark.long
 def test_a_newcomer_needs_no_python(tmp_path: Path) -> None:
     """Make, serve, fill, search, change the model, search again, go back: all by commands."""
     folder = tmp_path / "sam ple"

@@ -54,6 +54,7 @@ def sees(served: list[process.Served], release: int) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "statement",
     ["LOCK TABLE {schema}.gate IN ROW SHARE MODE", "SELECT 1 FROM nobackfill.gateway FOR UPDATE"],

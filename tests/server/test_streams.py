@@ -94,6 +94,7 @@ def test_watchers_keep_nobody_from_activating(guarded: Guarded) -> None:
             assert next(writer.watch_releases())
 
 
+@pytest.mark.long
 def test_an_old_watch_ends_and_our_client_watches_again(
     stages: Stages, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_an_old_watch_ends_and_our_client_watches_again(
         assert seen[-1] == [1, 2], seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("expires", [False, True], ids=["removed", "expired"])
 def test_streams_end_with_their_token(guarded: Guarded, tmp_path: Path, expires: bool) -> None:
     blob = b"age-encryption.org/v1\n" + bytes(24 * 2**20)

@@ -197,6 +197,7 @@ def test_bad_lines_of_a_file_are_named_and_the_others_stored(notes: Client, tmp_
     notes.delete("g", [f"line {number}" for number in range(100)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("begun", "rollout"),
     [("texts", "cutover"), ("texts", "dual"), ("direct", "direct")],
@@ -221,6 +222,7 @@ def test_each_rollout_carries_texts(
         assert ids(client.search("g", text="w19", k=1)) == ["n19"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun", ["both"], indirect=True)
 def test_two_encoders_of_one_space(begun: Path, kinds: dict[str, Path], tmp_path: Path) -> None:
     pictures = images(20)
@@ -237,6 +239,7 @@ def test_two_encoders_of_one_space(begun: Path, kinds: dict[str, Path], tmp_path
             client.swap(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun", ["nothing"], indirect=True)
 def test_a_release_of_vectors_alone(begun: Path, kinds: dict[str, Path], tmp_path: Path) -> None:
     new = kinds["nothing"]
@@ -255,6 +258,7 @@ def test_a_release_of_vectors_alone(begun: Path, kinds: dict[str, Path], tmp_pat
         assert ids(client.search("g", text="w5", k=1)) == ["n5"]
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_crashes_ends_no_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +300,7 @@ def vectors(name: str, space: str, values: np.ndarray) -> gallery_pb2.PutItem:
     return item
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
 @pytest.mark.parametrize("begun", ["asking"], indirect=True)
 def test_triton_reads_texts(begun: Path, kinds: dict[str, Path], tmp_path: Path) -> None:
@@ -320,6 +325,7 @@ def check_asking(client: Client) -> None:
         assert ids(client.search("g", text=asked, k=1)) == [found]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun", ["asking"], indirect=True)
 def test_a_model_of_their_own_reads_queries(
     begun: Path, kinds: dict[str, Path], tmp_path: Path

@@ -116,6 +116,7 @@ def test_a_collector_gets_a_span_a_call_with_its_parts(
     assert not any(b"i0" in without_numbers(span) for span in spans)
 
 
+@pytest.mark.long
 def test_a_collector_that_is_away_delays_no_end(stages: Stages, tmp_path: Path) -> None:
     shutil.copytree(stages[1], tmp_path / "repo")
     around = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}

@@ -138,6 +138,7 @@ def test_a_client_that_sets_no_deadline_is_answered(served: Served) -> None:
         raw.galleries.DeleteItems(gallery_pb2.DeleteItemsRequest(gallery="g", ids=["no-deadline"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) -> None:
     with Client(served.address) as client:
@@ -244,6 +245,7 @@ def test_an_activation_under_triton(served: Served, stages: Stages) -> None:
         assert client.find(images(22)[21]).hits[0].id == "i21"
 
 
+@pytest.mark.long
 def test_nothing_is_left_when_the_gateway_is_killed(stages: Stages, tmp_path: Path) -> None:
     shutil.copytree(stages[1], tmp_path / "repo")
     served = start(tmp_path / "repo", tmp_path / "data", f"--triton-venv={triton_venv()}")

@@ -77,6 +77,7 @@ def filled(repo: Path, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "data"
 
 
+@pytest.mark.long
 def test_the_gateway_serves_before_triton_starts(
     filled: Path, repo: Path, late: tuple[Path, Callable[[], None]], one: Manifest
 ) -> None:

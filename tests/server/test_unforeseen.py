@@ -134,6 +134,7 @@ class Life:
             self.count -= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rollout", "every"),
     [

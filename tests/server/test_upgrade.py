@@ -71,6 +71,7 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.long
 def test_an_estimate_is_near_what_it_then_takes(
     gateway: GatewayServer, client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:

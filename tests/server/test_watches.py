@@ -87,6 +87,7 @@ def test_who_comes_later_is_told_what_is_so_now(watched: Watched) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_watcher_that_does_not_read_keeps_nobody_waiting_and_is_cut(watched: Watched) -> None:
     watched.stalls._patience_s = 3.0
     other = watched.watch()

@@ -132,6 +132,7 @@ def test_what_was_acknowledged_outlives_a_server_that_crashes() -> None:
         database.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [0, 3], ids=["forgotten", "number given to another"])
 def test_what_a_server_forgot_in_a_crash_is_written_again(others: int) -> None:
     """Killed during a commit of which nothing is on its disk: it knows the transaction no more, or

@@ -19,6 +19,7 @@ from tests.stores.conftest import Engine
 ONE = spec().space
 
 
+@pytest.mark.long
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

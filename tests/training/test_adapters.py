@@ -76,6 +76,7 @@ def mean_precision(distances: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(every))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("normalise", [True, False], ids=["cosine", "l2"])
 def test_the_gate_measures_old_vectors_through_the_adapter(normalise: bool, tmp_path: Path) -> None:
     """In the old space's metric, as numpy measures it."""
@@ -112,6 +113,7 @@ def test_the_gate_measures_old_vectors_through_the_adapter(normalise: bool, tmp_
     assert verify_publication(repo).releases == (1, 2)
 
 
+@pytest.mark.long
 def test_the_gate_measures_mixtures_as_a_gateway_ranks_them(tmp_path: Path) -> None:
     """Old vectors among new ones, by the published scores, as numpy ranks them."""
     repo, file = tmp_path / "repo", labelled(tmp_path / "texts.jsonl", 300)
@@ -151,6 +153,7 @@ def test_the_gate_measures_mixtures_as_a_gateway_ranks_them(tmp_path: Path) -> N
     assert row.map_gain.mean == pytest.approx(gained, abs=0.005)
 
 
+@pytest.mark.long
 def test_an_adapter_whose_mixtures_are_below_staying_is_not_published(tmp_path: Path) -> None:
     """The old vectors alone are found better; the new ones, put beside them, are not found."""
     repo, file = tmp_path / "repo", labelled(tmp_path / "texts.jsonl", 300)

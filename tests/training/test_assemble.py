@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from nobackfill.release.trust.trust import read_publication
 from tests.training.life import (
     Life,
@@ -13,6 +15,7 @@ from tests.training.life import (
 )
 
 
+@pytest.mark.long
 def test_a_compatible_embedder_of_another_dimension_says_what_it_cannot_search(
     life: Life, tmp_path: Path
 ) -> None:
@@ -34,6 +37,7 @@ def test_a_compatible_embedder_of_another_dimension_says_what_it_cannot_search(
     assert read_publication(repo).manifests[2].searches_directly == ()
 
 
+@pytest.mark.long
 def test_bt2_is_published_with_an_upgrade_into_its_longer_space(life: Life, tmp_path: Path) -> None:
     runs = {"old": str(life.runs / "embedder-1"), "init": str(life.runs / "embedder-2")}
     train_quietly(

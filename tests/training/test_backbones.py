@@ -97,6 +97,7 @@ def test_every_name_but_squeezenet_is_built() -> None:
     assert refused == ["squeezenet1_0", "squeezenet1_1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", ["avg", "gem"])
 def test_one_of_every_family_gives_an_embedding_or_is_refused(pooling: str) -> None:
     refused = set()

@@ -59,6 +59,7 @@ def test_the_best_epoch_is_kept(method: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_resumed_training_knows_the_best_epoch_before_its_end(tmp_path: Path) -> None:
     quiet = ProgressBars(visible=False)
     keys = {"keep_best": True, "checkpoint_every": 1}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from nobackfill.class_folders import decode_listing, list_images
@@ -11,6 +12,7 @@ from nobackfill.training.networks.frozen import encoder_of_run, load_encoder
 from tests.training.life import config_of, train_quietly, upgrade_config
 
 
+@pytest.mark.long
 def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
     digits: Path, runs: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def stats(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / STATS).read_text("utf-8").splitlines()]
 
 
+@pytest.mark.long
 def test_two_devices_compute_what_one_computes(tmp_path: Path) -> None:
     fit_line(tmp_path / "1", 1)
     done = fitted(tmp_path / "2", 2)

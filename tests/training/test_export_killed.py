@@ -6,10 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from nobackfill.release.publishing.publish import staging_folder
 from tests.training.life import Life, run_export
 
 
+@pytest.mark.long
 def test_a_killed_export_leaves_its_draft_to_the_next(life: Life, tmp_path: Path) -> None:
     repo, temporary = tmp_path / "model_repo", tmp_path / "tmp"
     temporary.mkdir()

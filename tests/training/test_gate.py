@@ -98,6 +98,7 @@ def test_the_first_release_passes_as_having_no_predecessor(first: Path) -> None:
     assert read_publication(first).manifests[1].gate.verdict == "first"
 
 
+@pytest.mark.long
 def test_an_untrained_upgrade_is_refused_with_the_table(
     life: Life, first: Path, untrained: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_untrained_upgrade_is_refused_with_the_table(
     assert sorted(first.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_force_publishes_and_the_manifest_says_so(life: Life, first: Path, untrained: Path) -> None:
     result = export_2(
         life, first, "--upgrade", untrained, "--eval", life.data / "eval", "--force", "--json"
@@ -146,6 +148,7 @@ def test_a_dry_run_writes_nothing(life: Life, tmp_path: Path) -> None:
     assert not repo.exists()
 
 
+@pytest.mark.long
 def test_a_twin_is_published_only_while_it_loses_little(life: Life) -> None:
     published = read_publication(life.repo)
     new = published.manifests[2]

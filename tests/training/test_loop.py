@@ -62,6 +62,7 @@ def run(objective: Objective, config: Config) -> None:
     fit(objective, rows(), config, ("a", "b"), progress=ProgressBars(visible=False))
 
 
+@pytest.mark.long
 def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Path) -> None:
     """Killed by SIGKILL at a durable step, in a process of its own, then run again."""
     keys: dict[str, object] = {"epochs": 6, "checkpoint_every": 2, "log_every": 1, "classes": 3}
@@ -89,6 +90,7 @@ def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Pa
     assert logs[0] == logs[1]
 
 
+@pytest.mark.long
 def test_a_write_that_fails_at_any_step_loses_nothing(tmp_path: Path) -> None:
     """Each durable step of a training in turn: an error in words, then the same result."""
     config = line_config(tmp_path, epochs=4, checkpoint_every=1)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _FAULTS = """
 import resource
 import torch
@@ -21,6 +23,7 @@ print(cleared, faults())
 """
 
 
+@pytest.mark.long
 def test_pages_are_not_cleared_anew_for_every_step() -> None:
     told = subprocess.run(
         [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True

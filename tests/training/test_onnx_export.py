@@ -116,6 +116,7 @@ def test_parity_refuses_a_file_of_other_weights(
     assert caught.value.exit_code == 65
 
 
+@pytest.mark.long
 def test_parity_sees_what_only_a_batch_of_one_does(tmp_path: Path) -> None:
     class BatchMean(nn.Module):
         """Subtracts the batch's mean: right for the traced batch, wrong for any other."""

@@ -59,6 +59,7 @@ def test_the_same_folder_is_the_same_by_content(life: Life) -> None:
     assert relevance_without_copies(list_images(life.data / "queries"), listing)[1] == 0
 
 
+@pytest.mark.long
 def test_training_images_do_not_let_a_release_out(life: Life, tmp_path: Path) -> None:
     repo = tmp_path / "repo" / "model_repo"
     repo.parent.mkdir()

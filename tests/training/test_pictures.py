@@ -45,6 +45,7 @@ def whole(pictures: Pictures | torch.Tensor) -> np.ndarray:
     return torch.cat(list(chunks(pictures))).numpy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_pixels_are_those_held_in_memory(listing: ImageListing, workers: int) -> None:
     held = open_pictures(listing, SIZE, ReadingOptions())
@@ -156,6 +157,7 @@ def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) ->
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_all_broken_files_are_named_before_a_training(digits: Path, tmp_path: Path) -> None:
     greys = {f"{name}/{n}.png": 40 * n for name in "ab" for n in range(6)}
     listing = pictures_of(tmp_path / "images", greys)

@@ -154,6 +154,7 @@ def _reads_for_ever(listing: ImageListing, cache: Path) -> None:
         read(listing, cache)
 
 
+@pytest.mark.long
 def test_two_share_a_cache_and_one_is_killed_while_it_writes(
     listing: ImageListing, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def cells(manifest: Manifest) -> dict[str, float]:
     return {f"{cell.query}/{cell.gallery}": cell.map for cell in manifest.evidence}
 
 
+@pytest.mark.long
 def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_path: Path) -> None:
     """2 -> 3 carries the side-information; 1 -> 3 maps it; 1 -> 2 -> 3 chains."""
     images, runs = life.data / "train", tmp_path / "runs"
@@ -93,6 +94,7 @@ def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_p
     assert all(name in result.output for name in ("3/1>2>3", "3/1>3"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["bct", "dmu", "lambda_orthogonal"])
 def test_compatible_embedders_declare_what_they_may_search(
     method: str, life: Life, tmp_path: Path
@@ -123,6 +125,7 @@ def test_compatible_embedders_declare_what_they_may_search(
     assert cells(manifest)["2/1"] > 0.3
 
 
+@pytest.mark.long
 def test_a_variance_is_published_with_fastfill(life: Life, tmp_path: Path) -> None:
     run = tmp_path / "fastfill"
     train_quietly(upgrade_config(life.runs, life.data / "train", run, method="fastfill", epochs=40))
@@ -201,6 +204,7 @@ def _options(name: str, values: tuple[float, float, float]) -> tuple[str, ...]:
     return (name, *map(str, values))
 
 
+@pytest.mark.long
 def test_bring_your_own_embedder_and_upgrade_its_stored_vectors(
     life: Life, foreign: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_models_of_others_are_published(
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.long
 def test_a_map_that_the_page_fits_upgrades_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_map_that_the_page_fits_upgrades_texts(
     assert manifest(REPO, 2).gate.verdict == "passed"
 
 
+@pytest.mark.long
 def test_an_adapter_that_the_page_fits_searches_old_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def run_on_texts(rows: list[str]) -> None:
             assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
+@pytest.mark.long
 def test_the_exports_of_the_page_run(
     life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def loaded(*commands: str) -> set[str]:
     """Of what takes a second or more, what importing these modules loads."""
@@ -22,6 +24,7 @@ def test_a_typing_error_is_told_before_torch_is_loaded() -> None:
     assert loaded("training.cli.train", "training.cli.evaluate") == set()
 
 
+@pytest.mark.long
 def test_commands_of_training_load_no_more_than_torch_before_they_work() -> None:
     assert loaded("training.cli.export", "research.compare") == {"torch"}
 

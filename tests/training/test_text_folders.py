@@ -69,6 +69,7 @@ TRANSFORMERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_a_folder_without_an_onnx_file_becomes_a_release(
     case: str, tmp_path: Path, cache: Path
@@ -140,6 +141,7 @@ def has_loaded(process: Path) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_the_run_after_a_killed_export_reads_no_half_file(tmp_path: Path, cache: Path) -> None:
     """SIGKILL hits the command alone; the process that exports for it ends by itself."""
     library = save(tmp_path / "m", [Pooling(DIM, "mean"), Normalize()])
@@ -179,6 +181,7 @@ def test_static_embeddings_become_a_release(limit: int | None, tmp_path: Path, c
     assert not cache.exists()
 
 
+@pytest.mark.long
 def test_a_router_needs_its_folder_for_queries_too(tmp_path: Path) -> None:
     router = Router.for_query_document([Pooling(DIM, "cls")], [Pooling(DIM, "mean")])
     library = save(tmp_path / "m", [router, Normalize()], prompts={"query": "w3 "})

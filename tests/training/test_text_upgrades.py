@@ -61,6 +61,7 @@ def fitted(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_without_labels_the_gate_says_what_its_verdict_holds_for(tmp_path: Path) -> None:
     repo, file = tmp_path / "repo", known(tmp_path / "texts.jsonl")
     first = export(
@@ -162,6 +163,7 @@ def coloured(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_pictures_that_are_asked_for_by_texts_pass_by_both(tmp_path: Path) -> None:
     repo, pictures, names = tmp_path / "repo", coloured(tmp_path / "eval"), tmp_path / "names.jsonl"
     said = [{"id": n, "text": f"w{n % 4} w{4 + n % 36}", "label": f"c{n % 4}"} for n in range(120)]

@@ -97,6 +97,7 @@ def test_no_side_information_is_read_where_it_is_turned_off(
     assert upgrade(torch.randn(3, 16)).embedding.shape == (3, 16)
 
 
+@pytest.mark.long
 def test_an_upgrade_between_published_releases_needs_no_run(life: Life, tmp_path: Path) -> None:
     """Trained from the publication alone, and published with the run that release 2 was made of."""
     config = upgrade_config(
@@ -118,6 +119,7 @@ def test_an_upgrade_between_published_releases_needs_no_run(life: Life, tmp_path
     assert checkpoint.facts["old_release"] == 1
 
 
+@pytest.mark.long
 def test_an_upgrade_from_a_release_is_published_from_that_release(
     life: Life, tmp_path: Path
 ) -> None:

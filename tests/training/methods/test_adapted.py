@@ -111,6 +111,7 @@ def test_the_first_elements_come_to_meet_the_old_vectors(
         assert torch.equal(tensor, made[key]) == (not key.startswith("backbone.6.")), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", tiny.ADAPTED)
 def test_what_is_published_is_an_ordinary_embedder(
     name: str, finished: dict[str, Path], tmp_path: Path
@@ -157,6 +158,7 @@ def test_bt2_turns_what_it_keeps_and_puts_the_rest_beside_it(
     assert (further > 1e-5 * largest).sum() == OLD
 
 
+@pytest.mark.long
 def test_bt2s_distances_are_the_independent_models_as_far_as_it_is_kept(
     tmp_path: Path, old: Classifier, independent: Checkpoint
 ) -> None:
@@ -183,6 +185,7 @@ def from_orthogonal(run: Path, independent: Checkpoint) -> float:
     return float(np.linalg.norm(found.T @ found - np.eye(OWN)))
 
 
+@pytest.mark.long
 def test_lambda_is_how_far_the_map_may_be_from_orthogonal(
     tmp_path: Path, old: Classifier, independent: Checkpoint
 ) -> None:
