@@ -292,8 +292,12 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
     refuse("CREATE TABLE odd (id integer primary key, v blob)", "expected a virtual table of vec0")
     refuse("CREATE VIRTUAL TABLE odd USING vec0(v int8[8])", "v int8 cannot be migrated")
     refuse("CREATE VIRTUAL TABLE odd USING vec0(a float[8], b float[8])", "found a, b; name one")
-    with pytest.raises(NotFoundError, match="vec0 tables are docs"):
+    with pytest.raises(NotFoundError, match="one of its vec0 tables after #: docs"):
         open_source(f"sqlite:{sqlite.path}#nowhere")
+    other = sqlite.path.with_name("other.db")
+    apsw.Connection(str(other)).execute("CREATE TABLE plain (id integer primary key)")
+    with pytest.raises(NotFoundError, match="nowhere: .* it has no vec0 table"):
+        open_source(f"sqlite:{other}#nowhere")
     with pytest.raises(InvalidInputError, match="not a database"):
         text = sqlite.path.with_suffix(".txt")
         text.write_text("no database" * 100)

@@ -385,8 +385,12 @@ class VecTable:
         if name not in tables:
             there = join_few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
             raise NotFoundError(
-                f"{name}: the file has no such table; its vec0 tables are {there or 'none'}. Name "
-                "one of these after #"
+                f"{name}: the file has no such table; "
+                + (
+                    f"name one of its vec0 tables after #: {there}"
+                    if there
+                    else "it has no vec0 table"
+                )
             )
         result = _CREATE.fullmatch(tables[name] or "")
         if result is None:
