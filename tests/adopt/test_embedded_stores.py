@@ -297,7 +297,7 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
     other = sqlite.path.with_name("other.db")
     apsw.Connection(str(other)).execute("CREATE TABLE plain (id integer primary key)")
     with pytest.raises(
-        NotFoundError, match="nowhere: the file has no such table; it has no vec0 table"
+        NotFoundError, match="such table; it has no vec0 table"
     ):
         open_source(f"sqlite:{other}#nowhere")
     with pytest.raises(InvalidInputError, match="not a database"):
