@@ -296,9 +296,7 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
         open_source(f"sqlite:{sqlite.path}#nowhere")
     other = sqlite.path.with_name("other.db")
     apsw.Connection(str(other)).execute("CREATE TABLE plain (id integer primary key)")
-    with pytest.raises(
-        NotFoundError, match="such table; it has no vec0 table"
-    ):
+    with pytest.raises(NotFoundError, match="such table; it has no vec0 table"):
         open_source(f"sqlite:{other}#nowhere")
     with pytest.raises(InvalidInputError, match="not a database"):
         text = sqlite.path.with_suffix(".txt")
