@@ -58,7 +58,7 @@ def test_a_process_that_is_ended_is_a_sentence(comparison: subprocess.Popen[str]
     trains = [pid for pid in children(comparison.pid) if _spawned(pid)]
     assert len(trains) == 2
     os.kill(trains[0], signal.SIGKILL)
-    _, told = comparison.communicate(timeout=60)
+    _, told = comparison.communicate(timeout=240)
     assert "trainings and measurements to do" in told
     assert comparison.returncode == 1
     assert "a process of compare.py was killed" in told
