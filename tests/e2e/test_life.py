@@ -54,6 +54,10 @@ def processes_of(out: Path) -> list[str]:
     return found
 
 
+# The life alone takes minutes.
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a life that was killed while it filled the galleries, and then lived on."""
@@ -142,7 +146,6 @@ def test_sqlite3_shows_a_readable_gallery(out: Path, report: dict[str, Any]) -> 
     assert shown.stdout.split() == [str(report["edge"]["items"]), "ok"]
 
 
-@pytest.mark.long
 def test_the_pictures_of_the_documents_are_drawn_from_it(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +174,6 @@ def test_pictures_of_no_life_are_refused(tmp_path: Path) -> None:
         next(draw(tmp_path, tmp_path / "nowhere"))
 
 
-@pytest.mark.long
 def test_a_finished_life_is_only_shown_again(out: Path) -> None:
     before = (out / "report.json").read_bytes()
     again = run(out)
@@ -180,13 +182,11 @@ def test_a_finished_life_is_only_shown_again(out: Path) -> None:
     assert (out / "report.json").read_bytes() == before
 
 
-@pytest.mark.long
 def test_other_options_do_not_mix_with_a_run(out: Path) -> None:
     other = run(out, ("--epochs", "2"))
     assert (other.returncode, "--fresh" in other.stderr) == (78, True)
 
 
-@pytest.mark.long
 def test_wrong_input_gets_a_sentence_and_its_exit_code(tmp_path: Path) -> None:
     missing = run(tmp_path / "out", ("--images", str(tmp_path / "nowhere")))
     assert (missing.returncode, "expected a folder of class folders" in missing.stderr) == (
