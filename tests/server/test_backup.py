@@ -265,6 +265,21 @@ def put_blobs(data: Path, megabytes: int) -> None:
         vault.put("a", blob_of(content, number), 0, [content])
 
 
+def test_unfinished_uploads_are_listed(data: Path, tmp_path: Path) -> None:
+    """They hold quota, and ListBlobs leaves them out."""
+    put_blobs(data, 1)
+    content = sealed(1 << 20, seed=9)
+    VaultBlobs(data / "vault", QUOTA).put("b", blob_of(content, 9), 0, [content[:5000]])
+    done = run_here(main, "gateway", "data", "verify", data)
+    assert "unfinished uploads" in done.stdout and "1 (5000 bytes)" in done.stdout, done
+    found = json.loads(run_here(main, "gateway", "data", "verify", data, "--json").stdout)
+    ((path, size),) = found["unfinished_uploads"].items()
+    assert (found["blobs"], size) == (1, 5000)
+    assert (data / path).read_bytes() == content[:5000]
+    assert blob_of(content, 9).id in path
+    assert backup(data, tmp_path / "backup").unfinished_uploads == {}
+
+
 def test_a_backup_leaves_the_data_its_disk(full: Path) -> None:
     """It is refused before it writes anything, and with it what would take the reserve."""
     before, room = names(full), free(full)

@@ -47,6 +47,7 @@ from nobackfill.gallery.sqlite_file import (
 )
 from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, WRITER, StateFile
+from nobackfill.server.vault import PART
 from nobackfill.vectors import check_vectors
 
 Result = TypeVar("Result")
@@ -73,11 +74,14 @@ class DataSummary:
         galleries: number of items by name of the gallery.
         blobs: number of complete blobs in the vault.
         bytes: size of all files that belong to a backup, in bytes.
+        unfinished_uploads: stored bytes of each unfinished upload to the vault, by its path in the
+            folder: vault/OWNER/XX/ID.SHA256.part. A backup has none.
     """
 
     galleries: dict[str, int]
     blobs: int
     bytes: int
+    unfinished_uploads: dict[str, int]
 
 
 class _Listing(BaseModel):
@@ -399,12 +403,15 @@ def verify(folder: Path) -> DataSummary:
             if not path.parent.name.startswith(".") and (count := _check_gallery(path)) is not None
         }
         blobs = sum(map(_check_blob, (folder / "vault").glob("*/??/*")))
+        parts = sorted((folder / "vault").glob(f"*/??/*{PART}"))
+        unfinished_uploads = {str(path.relative_to(folder)): _size(path) for path in parts}
     except OSError as error:
         raise CannotWriteError(
             f"{error.filename}: cannot be read ({error.strerror}); check the disk and the "
             "permissions, then run the command again"
         ) from error
-    return DataSummary(galleries, blobs, sum(_size(folder / path) for path in _files(folder)))
+    size = sum(_size(folder / path) for path in _files(folder))
+    return DataSummary(galleries, blobs, size, unfinished_uploads)
 
 
 def _listing(folder: Path) -> _Listing:
@@ -554,7 +561,7 @@ def _check_gallery(path: Path) -> int | None:
 
 def _check_blob(path: Path) -> int:
     """Check a file of a vault; return 1, or 0 if it is an unfinished upload or was deleted."""
-    if path.suffix == ".part" or path.name.startswith(durable.TEMPORARY_PREFIX):
+    if path.suffix == PART or path.name.startswith(durable.TEMPORARY_PREFIX):
         return 0
     try:
         digest = sha256_file(path)
@@ -570,7 +577,7 @@ def _check_blob(path: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that belong to a backup, relative and sorted."""
-    side_files = ("-wal", "-shm", ".lock", ".part", "lock")
+    side_files = ("-wal", "-shm", ".lock", PART, "lock")
     relative_paths = []
     for top, folders, names in os.walk(folder):
         folders[:] = [

@@ -85,6 +85,8 @@ def verify(
 
     Reads every file and checks its digest, every page of every gallery, and every vector.
 
+    Counts the unfinished uploads to the vault, which use up quotas; --json names their files.
+
     It stops at the first damage, and exits with 65.
     """
     with exit_codes():
@@ -97,7 +99,13 @@ def _show(summary: dict[str, object], as_json: bool) -> None:
     galleries = summary["galleries"]
     assert isinstance(galleries, dict)
     rows = [["gallery", "items"], *([name, str(count)] for name, count in galleries.items())]
-    show(as_json, summary, [*rows, ["blobs", str(summary["blobs"])]])
+    rows.append(["blobs", str(summary["blobs"])])
+    unfinished_uploads = summary["unfinished_uploads"]
+    assert isinstance(unfinished_uploads, dict)
+    if unfinished_uploads:
+        size = sum(unfinished_uploads.values())
+        rows.append(["unfinished uploads", f"{len(unfinished_uploads)} ({size} bytes)"])
+    show(as_json, summary, rows)
 
 
 @data_commands.command(
