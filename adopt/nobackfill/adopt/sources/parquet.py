@@ -131,9 +131,10 @@ class ParquetSource:
     def seconds_per_item(self) -> float | None:
         """Return the seconds per item that `nobackfill embed` recorded; None for other files.
 
-        `embed` records them for each file. The least of the first 16 files counts, because the
-        first file's time includes the model's start, and any file's time what else the machine
-        did. Files below half of the largest one of them are left out.
+        `embed` records them for each file. It is the mean over the items of the first 16 files, so
+        it assumes that the model, its machine and its endpoint stay as fast and as busy as then.
+        The first file counts only if it is the only one, because its time includes the model's
+        start. Files below half of the largest one are left out.
 
         Values that are no finite number are ignored.
 
@@ -149,8 +150,10 @@ class ParquetSource:
                 continue
             if math.isfinite(found):
                 times.append((opened.metadata.num_rows, found))
-        most = max((rows for rows, _ in times), default=0)
-        return min((seconds for rows, seconds in times if 2 * rows >= most), default=None)
+        least = max((rows for rows, _ in times), default=0) / 2
+        counted = [one for one in times[1:] if one[0] >= least] or times[:1]
+        items = sum(rows for rows, _ in counted)
+        return sum(rows * seconds for rows, seconds in counted) / items if items else None
 
     def text_role(self) -> str:
         """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.text_role`),
