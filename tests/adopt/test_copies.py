@@ -95,6 +95,9 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     assert len(match_by_id(source, open_source(str(new))).pairs) == 60
     files = FitFiles(tmp_path / "map.npz", verdict_page=tmp_path / "page.html")
     said = fit(f"{kind}:{place}#docs", str(new), files, None, None, True, key=None, vector=None)
+    assert any(
+        "leaves out writing to the store and its index" in one for one in said.terminal_lines
+    )
     assert said.terminal_lines[0].startswith("verdict: ") and (tmp_path / "page.html").exists()
     fitted = load_map(tmp_path / "map.npz")
     target = Target("docs_fitted", fitted.dims[1], fitted.digest)

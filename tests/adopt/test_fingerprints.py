@@ -285,6 +285,7 @@ def test_sides_that_name_no_model_are_told_apart_by_what_they_are(
     )
     assert any(note.startswith("new: ") and "again" in note and "32 dims" in note for note in right)
     assert not any("wrong way round" in note for note in right)
+    assert any("stay as busy as they were" in note for note in right)
     (warned,) = (note for note in notes(again, gallery) if "wrong way round" in note)
     assert "60 items that --old lacks" in warned
 

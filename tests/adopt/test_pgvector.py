@@ -14,6 +14,7 @@ from nobackfill.adopt.fitting import FitFiles
 from nobackfill.adopt.fitting import fit_and_judge as fit
 from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.pgvector import PgvectorSource
 from nobackfill.adopt.sources.source import Target
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server
@@ -190,3 +191,37 @@ def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Pa
     assert isinstance(ways, list)
     (told,) = (way["all_seconds"] for way in ways if way["name"] == "map")
     assert took / 10 < told < took * 10
+    # Files have no index.
+    assert sum("building the index" in note for note in found.terminal_lines) == (kind == "table")
+
+
+def test_the_time_of_an_index_is_estimated_by_that_of_some_vectors(
+    table: tuple[str, psycopg.Connection],
+) -> None:
+    address, connection = table
+    vectors = np.random.default_rng(0).normal(size=(4000, 24)).astype(np.float32)
+
+    def estimate() -> float | None:
+        source = open_source(f"{address}#t")
+        assert isinstance(source, PgvectorSource)
+        return source.estimate_index_seconds(vectors[:500], len(vectors))
+
+    told = estimate()
+    left = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'nobackfill%'")
+    assert left.fetchall() == []
+    connection.execute("CREATE TABLE whole (v vector(24))")
+    with connection.transaction(), connection.cursor() as cursor:
+        rows = [(str(one.tolist()),) for one in vectors]
+        cursor.executemany("INSERT INTO whole VALUES (%s)", rows)
+    begun = time.perf_counter()
+    connection.execute("CREATE INDEX ON whole USING hnsw (v vector_cosine_ops)")
+    took = time.perf_counter() - begun
+    assert told is not None and took / 10 < told < took * 10
+    # A graph that does not fit into memory is built in another way, several times as slowly.
+    ((database,),) = connection.execute("SELECT current_database()").fetchall()
+    connection.execute(f"ALTER DATABASE {database} SET maintenance_work_mem = '1MB'".encode())
+    assert estimate() is None
+    connection.execute(f"ALTER DATABASE {database} RESET maintenance_work_mem".encode())
+    assert estimate() is not None
+    connection.execute("CREATE INDEX ON t USING hnsw (v vector_cosine_ops) WITH (m = 4)")
+    assert estimate() is None

@@ -242,6 +242,15 @@ def test_what_carrying_takes_is_told_of_each_way_that_carries_first() -> None:
     )
     again = {way.name: way.all_seconds for way in rest.ways}
     assert again == told | {"lazily": pytest.approx(1018.2), "re-embed": pytest.approx(518.2)}
+    # Lazily indexes the migrated vectors, and later the native ones.
+    indexed = decide(
+        made.pairs,
+        replace(SLOW, item_count=1000, migrate_seconds=0.5, index_seconds=30),
+        made.queries,
+    )
+    assert {way.name: way.all_seconds for way in indexed.ways} == {
+        "stay": 0, "query adapter": 0, "map": 530, "both": 530, "lazily": 1080, "re-embed": 550,
+    }  # fmt: skip
     unknown = decide(made.pairs, replace(SLOW, migrate_seconds=None), made.queries)
     assert [way.all_seconds for way in unknown.ways][2:5] == [None] * 3
 

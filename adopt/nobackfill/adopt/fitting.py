@@ -54,6 +54,8 @@ LEAST_QUERIES = 20
 MEASURED_WINDOWS = 3
 # Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
 POSTGRESQL_COST_FACTOR = 5.0
+# New vectors whose index is built to estimate that of all.
+INDEXED_VECTORS = 2000
 # The fact of a map that names the recommended option of its verdict.
 VERDICT_FACT = "verdict"
 # The old model and the new one; None: not known.
@@ -198,8 +200,10 @@ def fit_and_judge(
     queries = None if query_sources is None else read_known_item_queries(pairs, *query_sources)
     migrating = _migration_seconds(old, old_source, pairs)
     # `migrate` and `carry --vectors` reuse the sample's vectors.
+    count = old_source.count()
+    index = _index_seconds(old, old_source, pairs, count)
     cost = Cost(
-        old_source.count(), old_seconds, _seconds(new_source), migrating, new_seconds, len(pairs)
+        count, old_seconds, _seconds(new_source), migrating, new_seconds, len(pairs), index or 0.0
     )
     verdict = decide(
         pairs,
@@ -212,7 +216,12 @@ def fit_and_judge(
         source=old_source,
     )
     verdict = replace(
-        verdict, notes=[*_side_notes(old_source, new_source, matched), *verdict.notes]
+        verdict,
+        notes=[
+            *_side_notes(old_source, new_source, matched),
+            *verdict.notes,
+            _cost_note(migrating, index),
+        ],
     )
     lines = ([] if converter is None else [converter.sentence]) + _lines(verdict)
     lines += _write_files(files, verdict, pairs, models, fingerprints, card)
@@ -441,6 +450,37 @@ def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | No
         carry(ArraySource(Path(folder)), Target("new", b, mapping.digest), mapping)
         # Every item is read twice: to migrate it, and to check it.
         return 2 * reading + (time.perf_counter() - started) / WINDOW_ITEMS
+
+
+def _index_seconds(address: str, source: Source, pairs: Pairs, items: int) -> float | None:
+    """Estimate the seconds to build the index of all new vectors.
+
+    Returns:
+        0 for files, which have no index; None where it is unknown.
+    """
+    if address.startswith(POSTGRESQL_SCHEMES):
+        from nobackfill.adopt.sources.pgvector import PgvectorSource
+
+        assert isinstance(source, PgvectorSource)
+        return source.estimate_index_seconds(pairs.new[:INDEXED_VECTORS], items)
+    return None if ":" in address.partition("/")[0] else 0.0
+
+
+def _cost_note(migrating: float | None, index: float | None) -> str:
+    """State what the times of a verdict assume, and which steps they leave out.
+
+    Args:
+        migrating: Seconds to migrate an item; None: not measured.
+        index: Seconds to build the index; 0: there is none; None: not measured.
+    """
+    note = "times assume that the models and the store stay as busy as they were when measured"
+    if migrating is None:
+        return note + '; "in all" leaves out writing to the store and its index'
+    if index is None:
+        return note + '; "in all" leaves out building the index'
+    if index:
+        note += f"; building the index ({format_duration(index)}) is estimated from a small one"
+    return note
 
 
 def _lines(verdict: Verdict) -> list[str]:

@@ -331,6 +331,7 @@ class Cost:
         migrate_seconds: Seconds to migrate an item: read, map, write and check; None: not measured.
         new_query_seconds: Seconds to embed a query by the new model; None: as for an item.
         embedded_items: Items whose vector by the new model exists already; re-embedding reuses it.
+        index_seconds: Seconds to build an index of all new vectors; 0: none, or not measured.
     """
 
     item_count: int
@@ -339,6 +340,7 @@ class Cost:
     migrate_seconds: float | None
     new_query_seconds: float | None = None
     embedded_items: int = 0
+    index_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -669,8 +671,10 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
         "stay": old, SWITCH: query, ADAPTER_OPTION: query, "map": query, "both": both,
         "lazily": hits, "re-embed": query,
     }  # fmt: skip
-    migrate = None if cost.migrate_seconds is None else items * cost.migrate_seconds
-    # Native vectors are read, written and checked like migrated ones.
+    migrate = None
+    if cost.migrate_seconds is not None:
+        migrate = items * cost.migrate_seconds + cost.index_seconds
+    # Native vectors are read, written, checked and indexed like migrated ones.
     left = max(0, items - cost.embedded_items)
     reembed = None if new is None else left * new + (migrate or 0.0)
     all_seconds = {

@@ -357,6 +357,20 @@ class PgvectorSource:
         )
         return [name for (name,) in found]
 
+    def estimate_index_seconds(self, vectors: Vectors, items: int) -> float | None:
+        """Estimate the seconds to build the index of new vectors on a temporary table.
+
+        Nothing is written to the table.
+
+        Args:
+            vectors: New vectors, float32 [n, dim], at least two.
+            items: Number of vectors of the index.
+
+        Returns:
+            None where it is unknown; see `pgvector_target.estimate_index_seconds`.
+        """
+        return pgvector_target.estimate_index_seconds(self._table, self, vectors, items)
+
     @cached_property
     def _search_settings(self) -> LiteralString:
         """The settings of a search. An index that has rows of other conditions would find too few

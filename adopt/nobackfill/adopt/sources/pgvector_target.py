@@ -34,6 +34,7 @@ from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     InvalidInputError,
+    NobackfillError,
     NotFoundError,
     join_few,
 )
@@ -1085,6 +1086,61 @@ def index_definition(
         return definition_of(statement)
     # PostgreSQL refuses it, and says why when it is to be built.
     return names["index"].as_string()
+
+
+# About the bytes of a node of an HNSW graph during its build, besides its vector.
+_NODE_BYTES = 1200
+
+
+def estimate_index_seconds(
+    table: SourceTable, source: OldVectorSource, vectors: Vectors, items: int
+) -> float | None:
+    """Estimate the seconds to build an HNSW index of new vectors, by that of some of them.
+
+    PostgreSQL builds it on a temporary table, which is rolled back, so in one process. The time is
+    taken to grow as n log n. That holds while the graph fits into maintenance_work_mem.
+
+    Args:
+        table: The table with the old vectors.
+        source: The source of the old vectors.
+        vectors: New vectors, float32 [n, dim], at least two.
+        items: Number of vectors of the index.
+
+    Returns:
+        None where it is unknown: the graph does not fit, the old column has several indexes or one
+        that is no HNSW with default settings, or PostgreSQL refuses a statement, as without the
+        right to create temporary tables.
+    """
+    count, dim = vectors.shape
+    with suppress(NobackfillError):
+        here = sql.Identifier(table.schema, table.relation)
+        old = [one.definition for one in table.column_indexes(here, source.vector)]
+        if len(old) > 1 or any(not one.startswith("hnsw ") or " WITH (" in one for one in old):
+            return None
+        column = sql.Identifier("new")
+        names = {
+            "column": column,
+            "type": table.pgvector_name(table.vector_type(source.vector)),
+            "dim": sql.SQL(str(dim)),
+            "index": sql.SQL(index_definition(table, source, column, dim)),
+        }
+        if table.vector_type(source.vector) == "halfvec":
+            vectors = vectors.astype(np.float16)
+        with table.lend_connection() as changes, changes.attempt():
+            ((memory,),) = changes.query_all(
+                "SELECT pg_size_bytes(current_setting('maintenance_work_mem'))"
+            )
+            if items * (vectors.itemsize * dim + _NODE_BYTES) > memory:
+                return None
+            changes.run(
+                "CREATE TEMPORARY TABLE nobackfill_sample ({column} {type}({dim}))", **names
+            )
+            changes.copy(sql.Identifier("nobackfill_sample"), encode_copy_rows(vectors))
+            started = time.perf_counter()
+            changes.run("CREATE INDEX ON pg_temp.nobackfill_sample USING {index}", **names)
+            seconds = time.perf_counter() - started
+        return float(seconds * items * np.log(items) / (count * np.log(count)))
+    return None
 
 
 # Bytes of a row's place (tid) and its writer (xid), and their value for a missing row.
