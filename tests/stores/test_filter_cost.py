@@ -122,10 +122,12 @@ def test_a_statement_ends_when_nobody_waits_for_it(postgres: Server, url: str) -
             assert pool.submit(read_for, database, call("a"), b"SELECT 1").result(20) == (1,)
 
 
-def test_one_reader_has_half_of_the_connections(postgres: Server, url: str) -> None:
+@pytest.mark.parametrize("name", ["a", ""])
+def test_one_reader_has_half_of_the_connections(postgres: Server, url: str, name: str) -> None:
+    """So have all callers of a gateway without tokens, who have no name."""
     left = threading.Event()
     with opened(url, most=4) as database, ThreadPoolExecutor(4) as pool:
-        greedy = [pool.submit(read_for, database, call("a", left=left)) for _ in range(3)]
+        greedy = [pool.submit(read_for, database, call(name, left=left)) for _ in range(3)]
         wait_until(lambda: sleeping(postgres) == 2, seconds=20, what="two statements run")
         assert pool.submit(read_for, database, call("b"), b"SELECT 1").result(20) == (1,)
         assert sleeping(postgres) == 2

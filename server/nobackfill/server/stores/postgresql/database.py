@@ -343,7 +343,8 @@ class Reader(Protocol):
     def name(self) -> str:
         """Return the reader's name.
 
-        Readers of one name share a limit of concurrent reads. An empty name has no limit.
+        Readers of one name share a limit of concurrent reads. Callers without tokens all have the
+        empty name.
         """
         ...
 
@@ -795,7 +796,7 @@ class _Reads:
             DeadlineError: the reader's time is over.
             CancelledError: the reader has cancelled the call.
         """
-        if reader is None or not reader.name:
+        if reader is None:
             yield
             return
         with self._changed:
