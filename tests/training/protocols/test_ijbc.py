@@ -8,6 +8,7 @@ import pytest
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.training.protocols.persons import (
     Faces,
+    ijbc,
     pool_templates,
     read_faces,
     read_pairs,
@@ -128,6 +129,12 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
     (folder / "ijbc_template_pair_label.txt").write_text("1 2 7\n")
     with pytest.raises(InvalidInputError, match="the label 0 or 1"):
         read_pairs(folder)
+    (folder / "ijbc_template_pair_label.txt").write_text("1 2 1\n3 4 1\n")
+    with pytest.raises(InvalidInputError, match=r"and both labels, got .* one of them alone"):
+        read_pairs(folder)
+    (folder / "ijbc_template_pair_label.txt").write_text(f"{2**63} 2 1\n")
+    with pytest.raises(InvalidInputError, match="expected a whole number of 64 bits"):
+        read_pairs(folder)
     (folder / "g.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n1,5\n1,6\n")
     with pytest.raises(InvalidInputError, match="template 1 has two"):
         read_subject_templates(folder / "g.csv")
@@ -139,3 +146,19 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
         pool_templates(faces, np.ones((47, 8)))
     with pytest.raises(InvalidInputError, match=r"template 999 .* has no face"):
         pool_templates(faces, vectors(faces, 0.1)).of(np.array([0, 999]))
+
+
+@pytest.mark.parametrize("others", ["0,0\n10,1\n20,2", "999,999"])
+def test_probes_of_one_kind_are_refused(folder: Path, others: str) -> None:
+    """Each figure of a search needs probes with a mate in the gallery and probes without one."""
+    meta = folder / "meta"
+    meta.mkdir()
+    for path in [*folder.iterdir()]:
+        if path.is_file():
+            path.rename(meta / path.name)
+    head = "TEMPLATE_ID,SUBJECT_ID\n"
+    (meta / "ijbc_1N_gallery_G2.csv").write_text(head + others)
+    (meta / "ijbc_1N_probe_mixed.csv").write_text(f"{head}1,0\n11,1\n")
+    (meta / "ijbc_1N_gallery_G1.csv").write_text(f"{head}0,0")
+    with pytest.raises(InvalidInputError, match="with and without a mate in gallery G2"):
+        ijbc(folder, folder)

@@ -14,12 +14,16 @@ from nobackfill.metrics.retrieval import average_precision, average_precision_at
 from nobackfill.training.protocols.landmarks import (
     MAP_AT,
     Difficulty,
+    gldv2,
     image_path,
     precision_at,
     read_landmarks,
     read_plain_pickle,
     read_revisited,
     trapezoid_average_precision,
+)
+from nobackfill.training.protocols.landmarks import (
+    oxford as oxford_protocol,
 )
 
 IDS = [f"{i:016x}" for i in range(300)]
@@ -65,6 +69,34 @@ def test_damaged_landmark_files_are_refused(landmarks: Path) -> None:
     (landmarks / "index.csv").unlink()
     with pytest.raises(NotFoundError, match="no protocol file"):
         read_landmarks(landmarks)
+
+
+# By what is wrong: the content of index.csv (None: a folder), that of the solution, the message.
+UNUSABLE = {
+    "no answers": ("id\nabcd", "abcde,,Private", r"found none for any of 1 queries"),
+    "a short id": ("id\nab", "abcde,ab,Private", "three characters, .*got 'ab'"),
+    "a short query": ("id\nabcd", "ab,abcd,Private", "three characters, .*got 'ab'"),
+    "an overlong id": (f"id\n{'a' * 300}", f"abcde,{'a' * 300},Private", "File name too long"),
+    "an overlong field": (f"id\n{'a' * 140_000}", "abcde,a,Private", "comma-separated values"),
+    "a folder": (None, "abcde,abcd,Private", r"index.csv: .* cannot be read \(Is a directory\)"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_files_that_give_no_figure_are_refused(what: str, tmp_path: Path) -> None:
+    """Each was a traceback, the first one only after all images had been embedded."""
+    index, solution, message = UNUSABLE[what]
+    if index is None:
+        (tmp_path / "index.csv").mkdir()
+    else:
+        (tmp_path / "index.csv").write_text(index)
+    (tmp_path / "retrieval_solution_v2.1.csv").write_text(f"id,images,Usage\n{solution}")
+    # Nothing opens an image before all are there.
+    for image in ("test/a/b/c/abcde.jpg", "index/a/b/c/abcd.jpg", "index/a/a/a/aaaa.jpg"):
+        (tmp_path / image).parent.mkdir(parents=True)
+        (tmp_path / image).touch()
+    with pytest.raises(InvalidInputError, match=message):
+        gldv2(tmp_path, tmp_path)
 
 
 def truth() -> dict[str, object]:
@@ -199,3 +231,11 @@ def test_a_pickle_that_sets_attributes_of_a_list_is_refused(tmp_path: Path) -> N
     path.write_bytes(b"\x80\x02]}X\x01\x00\x00\x00aK\x01sb.")
     with pytest.raises(InvalidInputError, match="plain data"):
         read_plain_pickle(path)
+
+
+def test_a_difficulty_without_answers_is_refused(oxford: Path) -> None:
+    queries = truth()["gnd"]
+    assert isinstance(queries, list)
+    oxford.write_bytes(pickle.dumps(truth() | {"gnd": [one | {"hard": []} for one in queries]}))
+    with pytest.raises(InvalidInputError, match=r"gnd_roxford5k\.pkl: .* any of 2 queries"):
+        oxford_protocol(oxford.parent, oxford.parent)

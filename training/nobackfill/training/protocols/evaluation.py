@@ -139,13 +139,12 @@ def evaluate_protocol(
         ConfigurationError: the name is unknown, the protocol has no operating points, or the folder
             of vggface2 cannot be read.
         NotFoundError: a file or image is missing, or a cell names an unpublished release.
-        InvalidInputError: a file has another form, or vectors of a cell cannot be compared.
+        InvalidInputError: a file cannot be read or has another form, no query has an answer, or
+            vectors of a cell cannot be compared.
         VerificationError: a file of a release is damaged, or a model returns unusable vectors.
         NoEncoderError: a release of a cell embeds no images.
-        ValueError: a figure has no query with an answer, a rate is out of range, or the first
-            elements of a longer query are all zero.
-        IndexError: an image id of gldv2 has fewer than three characters.
-        OSError: a file of the protocol exists, but cannot be read.
+        ValueError: a rate is out of range, or the first elements of a longer query are all zero.
+        PermissionError: this user may not read a folder of market1501 or vggface2.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:

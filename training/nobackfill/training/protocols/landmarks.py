@@ -29,10 +29,12 @@ from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean_of
 from nobackfill.training.protocols.protocol import (
     Figures,
     Protocol,
+    check_answerable,
     first_existing,
     images,
     ranking_protocol,
     read_table,
+    unreadable_file_error,
 )
 from nobackfill.vectors import Vectors
 
@@ -68,10 +70,8 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 
     Raises:
         NotFoundError: a file is missing.
-        InvalidInputError: a file is no UTF-8 text, a column is missing, or a row is too short; or
-            an answer is not in the index, or there is no query of this usage.
-        OSError: a file exists, but cannot be read.
-        csv.Error: a field is longer than 131,072 characters.
+        InvalidInputError: a file is no UTF-8 text or cannot be read, a column is missing, or a row
+            is too short; or an answer is not in the index, or there is no query of this usage.
     """
     listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in read_table(listed, ("id",)))
@@ -101,9 +101,16 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 def image_path(image_id: str) -> str:
     """Return the path of an image in the data set: below the first three characters of its id.
 
-    The id has at least three characters, such as "0a1b", which gives "0/a/1/0a1b.jpg". A shorter id
-    raises IndexError.
+    The id "0a1b" gives "0/a/1/0a1b.jpg".
+
+    Raises:
+        InvalidInputError: the id has fewer than three characters.
     """
+    if len(image_id) < 3:
+        raise InvalidInputError(
+            "image id of Google Landmarks v2: expected at least three characters, which name its "
+            f"folders, got {image_id!r}; download index.csv and {SOLUTION} again"
+        )
     return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
 
 
@@ -117,10 +124,8 @@ def gldv2(root: Path, _scratch: Path) -> Protocol:
 
     Raises:
         NotFoundError: a file or image is missing.
-        InvalidInputError: a file is no UTF-8 text or has another form, or an answer is not in the
-            index.
-        IndexError: an id has fewer than three characters.
-        OSError: a file exists, but cannot be read.
+        InvalidInputError: a file is no UTF-8 text, cannot be read or has another form, an answer is
+            not in the index, an id has fewer than three characters, or no query has an answer.
     """
     landmarks = read_landmarks(root)
     queries = images(root / "test", [image_path(query) for query in landmarks.queries])
@@ -185,8 +190,7 @@ def read_plain_pickle(path: Path) -> Any:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no pickle, or names anything else.
-        OSError: the file cannot be read otherwise, such as a folder.
+        InvalidInputError: it is no pickle, names anything else, or cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -196,6 +200,8 @@ def read_plain_pickle(path: Path) -> Any:
         raise NotFoundError(
             f"no protocol file {path}; download the data set's ground truth to this place"
         ) from error
+    except OSError as error:
+        raise unreadable_file_error(path, error) from error
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -251,9 +257,8 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: the difficulty is unknown, the file is no pickle of plain data or has
-            another form, or a position is outside the gallery.
-        OSError: the file exists, but cannot be read.
+        InvalidInputError: the difficulty is unknown, the file is no pickle of plain data, cannot be
+            read or has another form, or a position is outside the gallery.
     """
     if difficulty not in _SETUPS:
         raise InvalidInputError(
@@ -331,9 +336,8 @@ def oxford(root: Path, scratch: Path) -> Protocol:
 
     Raises:
         NotFoundError: the ground truth or an image is missing.
-        InvalidInputError: the ground truth has another form, or a query image cannot be cut, or its
-            cut cannot be written to `scratch`.
-        OSError: the ground truth exists, but cannot be read.
+        InvalidInputError: the ground truth cannot be read or has another form, no query has an
+            answer, or a query image cannot be cut, or its cut cannot be written to `scratch`.
     """
     return _protocol(root, "gnd_roxford5k.pkl", scratch)
 
@@ -350,15 +354,16 @@ def paris(root: Path, scratch: Path) -> Protocol:
 
     Raises:
         NotFoundError: the ground truth or an image is missing.
-        InvalidInputError: the ground truth has another form, or a query image cannot be cut, or its
-            cut cannot be written to `scratch`.
-        OSError: the ground truth exists, but cannot be read.
+        InvalidInputError: the ground truth cannot be read or has another form, no query has an
+            answer, or a query image cannot be cut, or its cut cannot be written to `scratch`.
     """
     return _protocol(root, "gnd_rparis6k.pkl", scratch)
 
 
 def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
     setups = {difficulty: read_revisited(root / truth, difficulty) for difficulty in _SETUPS}
+    for setup in setups.values():
+        check_answerable(setup.relevance, root / truth)
     medium = setups["medium"]
     queries = images(root / "jpg", _paths(root / "jpg", medium.queries))
     for number, (path, box) in enumerate(zip(queries.paths, medium.boxes, strict=True)):

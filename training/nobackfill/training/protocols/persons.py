@@ -137,10 +137,8 @@ def read_faces(folder: Path) -> Faces:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, has no line, or a line that is not a name and two
-            numbers.
-        OSError: it exists, but cannot be read.
-        OverflowError: a number does not fit int64.
+        InvalidInputError: it is no UTF-8 text, cannot be read, has no line, or a line that is not a
+            name and two numbers.
     """
     path = folder / "ijbc_face_tid_mid.txt"
     rows = list(read_words(path, 3))
@@ -162,19 +160,17 @@ def read_pairs(folder: Path) -> VerificationPairs:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, has no line, or a line that is not two templates and
-            0 or 1.
-        OSError: it exists, but cannot be read.
-        OverflowError: a number does not fit int64.
+        InvalidInputError: it is no UTF-8 text, cannot be read, has a line that is not two templates
+            and 0 or 1, or has not both labels.
     """
     path = folder / "ijbc_template_pair_label.txt"
     numbers = np.array(
         [[parse_integer(w, path) for w in row] for row in read_words(path, 3)], np.int64
     )
-    if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
+    if not len(numbers) or set(numbers[:, 2].tolist()) != {0, 1}:
         raise InvalidInputError(
-            f"{path}: expected lines of two templates and the label 0 or 1, got another label or "
-            "an empty file; download it again"
+            f"{path}: expected lines of two templates and the label 0 or 1, and both labels, got "
+            "another label, one of them alone or an empty file; download it again"
         )
     return VerificationPairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
 
@@ -187,11 +183,8 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, a column is missing, a row is too short, a number is
-            none, or a template has two subjects.
-        OSError: the file exists, but cannot be read.
-        OverflowError: a number does not fit int64.
-        csv.Error: a field is longer than 131,072 characters.
+        InvalidInputError: it is no UTF-8 text, cannot be read, a column is missing, a row is too
+            short, a number is none, or a template has two subjects.
     """
     subjects: dict[int, int] = {}
     for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
@@ -335,10 +328,8 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
 
     Raises:
         NotFoundError: a file or a face image is missing.
-        InvalidInputError: a file is no UTF-8 text or has another form.
-        OSError: a file exists, but cannot be read.
-        OverflowError: a number in a file does not fit int64.
-        csv.Error: a field is longer than 131,072 characters.
+        InvalidInputError: a file is no UTF-8 text, cannot be read or has another form, or a gallery
+            has a mate for all probes or for none.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
@@ -346,6 +337,13 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     galleries = [
         read_subject_templates(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)
     ]
+    for number, gallery in enumerate(galleries, start=1):
+        has_mate = np.isin(probes.subjects, gallery.subjects)
+        if has_mate.all() or not has_mate.any():
+            raise InvalidInputError(
+                f"{meta}: expected probes with and without a mate in gallery G{number}, got only "
+                "one kind; download all files of one version again"
+            )
     listing = images(root / "loose_crop", faces.names)
 
     def figures(queries: Vectors, gallery_vectors: Vectors, _metric: Metric) -> Figures:

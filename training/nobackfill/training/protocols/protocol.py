@@ -27,8 +27,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text.
-        OSError: the file cannot be read otherwise, such as a folder.
+        InvalidInputError: it is no UTF-8 text, or cannot be read, such as a folder.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,9 +39,21 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InvalidInputError(
             f"the protocol file {path}: expected UTF-8 text, got other bytes; download it again"
         ) from error
+    except OSError as error:
+        raise unreadable_file_error(path, error) from error
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield number, line
+
+
+def unreadable_file_error(path: Path, error: OSError) -> InvalidInputError:
+    """Return, without raising it, the error for a file of a protocol that exists but cannot be
+    read.
+    """
+    return InvalidInputError(
+        f"{path}: this file of the protocol cannot be read ({error.strerror}); correct its name or "
+        "permissions, or download the data set again"
+    )
 
 
 def first_existing(*paths: Path) -> Path:
@@ -60,9 +71,8 @@ def read_words(path: Path, count: int) -> Iterator[list[str]]:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, or a line has not `count` words; the message names
-            the line.
-        OSError: the file cannot be read otherwise, such as a folder.
+        InvalidInputError: it is no UTF-8 text, or cannot be read; or a line has not `count` words,
+            and the message names the line.
     """
     for number, line in read_lines(path):
         columns = line.split()
@@ -84,12 +94,20 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, the header lacks a column, or a row is too short; an
-            empty file has no header.
-        OSError: the file cannot be read otherwise, such as a folder.
-        csv.Error: a field is longer than 131,072 characters.
+        InvalidInputError: it is no UTF-8 text, or cannot be read; the header lacks a column, a row
+            is too short, or a field is longer than 131,072 characters; an empty file has no header.
     """
-    reader = csv.DictReader(line for _, line in read_lines(path))
+    try:
+        yield from _rows(csv.DictReader(line for _, line in read_lines(path)), path, columns)
+    except csv.Error as error:
+        raise InvalidInputError(
+            f"{path}: expected a table of comma-separated values ({error}); download the file again"
+        ) from error
+
+
+def _rows(
+    reader: "csv.DictReader[str]", path: Path, columns: Sequence[str]
+) -> Iterator[dict[str, str]]:
     lower = {column.lower(): column for column in columns}
     reader.fieldnames = [lower.get(name.strip().lower(), name) for name in reader.fieldnames or ()]
     missing = [name for name in columns if name not in reader.fieldnames]
@@ -110,17 +128,17 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 def parse_integer(text: str, path: Path) -> int:
     """Parse a whole number that was read from the file `path`, which is not opened here.
 
-    A sign, spaces around it and underscores between digits are allowed. More than 4300 digits are
-    refused, unless Python's limit was changed.
+    A sign, spaces around it and underscores between digits are allowed.
 
     Raises:
-        InvalidInputError: the text is no whole number; the message names the file.
+        InvalidInputError: the text is no whole number of 64 bits; the message names the file.
     """
     try:
-        return int(text)
-    except ValueError as error:
+        return int(np.int64(int(text)))
+    except (ValueError, OverflowError) as error:
         raise InvalidInputError(
-            f"{path}: expected a whole number, got {text!r}; download the file again"
+            f"{path}: expected a whole number of 64 bits, got {text[:80]!r}; download the file "
+            "again"
         ) from error
 
 
@@ -155,15 +173,33 @@ def images(root: Path, paths: Sequence[str]) -> ImageListing:
 
     Raises:
         NotFoundError: an image is missing.
-        PermissionError: this user may not look into a folder.
+        InvalidInputError: no file can have the name of an image, or this user may not look into its
+            folder.
     """
-    missing = [path for path in paths if not (root / path).is_file()]
+    try:
+        missing = [path for path in paths if not (root / path).is_file()]
+    except OSError as error:
+        raise unreadable_file_error(Path(str(error.filename)[:300]), error) from error
     if missing:
         raise NotFoundError(
             f"{len(missing)} of the protocol's {len(paths)} images are missing, the first is "
             f"{root / missing[0]}; correct --root, or download the images"
         )
     return ImageListing(root, (root.name,), tuple(paths), np.zeros(len(paths), np.int64))
+
+
+def check_answerable(relevance: Relevance, root: Path) -> None:
+    """Check that at least one query of a protocol has an answer; its figures are means over these.
+
+    Raises:
+        InvalidInputError: no query has a relevant image that is not ignored.
+    """
+    pairs = zip(relevance.relevant, relevance.ignored, strict=True)
+    if not any(len(np.setdiff1d(relevant, ignored)) for relevant, ignored in pairs):
+        raise InvalidInputError(
+            f"{root}: expected an image in the gallery that a query should find, found none for "
+            f"any of {len(relevance.relevant)} queries; download all files of one version again"
+        )
 
 
 def ranking_protocol(
@@ -185,7 +221,11 @@ def ranking_protocol(
         relevance: what each query should find, by positions in `gallery`.
         compute_figures: computes shares 0 to 1 by name from the ranking.
         classes: the person or class of each gallery image, int64 [n]; None: unknown.
+
+    Raises:
+        InvalidInputError: no query has a relevant image.
     """
+    check_answerable(relevance, gallery.root)
 
     def measure(q: Vectors, g: Vectors, metric: Metric) -> Figures:
         return compute_figures(rank(q, g, relevance, metric))
