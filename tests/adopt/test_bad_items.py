@@ -75,6 +75,43 @@ def test_damaged_pictures_are_named_and_left_out(
     assert capsys.readouterr().out == "2 items embedded now, 9 with a vector in out\n"
 
 
+def test_lines_that_are_none_are_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line_lengths.py").write_text(
+        "def embed(texts):\n    return [[len(t), 1.0] for t in texts]\n"
+    )
+    sound = [json.dumps({"id": number, "text": "x" * (number + 1)}) for number in range(9)]
+    odd = [
+        "{broken",
+        '{"id": "lone"}',
+        '{"id": 3, "text": "again"}',
+        '{"id": "s", "text": "\\ud800"}',
+    ]
+    (tmp_path / "items.jsonl").write_text("\n".join([*sound[:4], *odd, *sound[4:]]))
+    embed = ["embed", "items.jsonl", "--with", "line_lengths:embed", "--out", "out"]
+    # A later run ends alike, and embeds nothing anew: the first line of an id is its text.
+    for count in (9, 0):
+        assert run(embed, monkeypatch) == 65
+        said = capsys.readouterr()
+        assert said.out == f"{count} items embedded now, 4 refused, 9 with a vector in out\n"
+        for words in (
+            "items.jsonl:5: expected a JSON object",
+            "items.jsonl:6: expected a JSON object",
+            "3: an earlier line has this id",
+            "s: expected an id and a text in valid Unicode",
+        ):
+            assert words in said.err
+    rows = read_all(open_source("out"))
+    assert {name: vector[0] for name, vector in zip(rows.ids, rows.vectors, strict=True)} == {
+        str(number): number + 1 for number in range(9)
+    }
+    # Where no line can be read, such as with a wrong --column, the first one is enough.
+    assert run([*embed, "--column", "body"], monkeypatch) == 65
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def empty(_: int, body: dict[str, Any]) -> Answer:
     if "" in body["input"]:
         return 400, {}, b'{"error": {"message": "\'$.input\' is invalid."}}'

@@ -471,7 +471,8 @@ def embed(
     After a failure or Ctrl-C, run it again: it embeds only the items without a vector, and items
     whose content has changed since.
 
-    Items that the model refuses are named and skipped, and the command ends with exit code 65.
+    Items that the model refuses are named and skipped, and so are lines of FILE.jsonl that cannot
+    be read or repeat an id. The command then ends with exit code 65.
 
     The preprocessing of pictures for FILE.onnx is read from FILE.json in the same folder, or from
     the files that transformers, open_clip or timm exported there, and printed. --fit and the
@@ -489,7 +490,12 @@ def embed(
         fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
     )
     wanted = None if only is None else read_ids(only)
-    found = read_items(items, column=column, key=key, where=where, only=wanted)
+    line_refusals = dict[str, str]()
+    found = read_items(
+        items, column=column, key=key, where=where, only=wanted, refusals=line_refusals
+    )
+    for name, why in line_refusals.items():
+        _tell(f"{name}: {why}")
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{only}: {len(lost)} ids have no item in {items}, the first: {lost[0]}")
     if found.skipped_files:
@@ -516,10 +522,11 @@ def embed(
     finally:
         for name, why in refusals.items():
             _tell(f"{name}: {why}")
-    count = f"{len(refusals)} refused, " if refusals else ""
+    refused_count = len(refusals) + len(line_refusals)
+    count = f"{refused_count} refused, " if refused_count else ""
     vectors = len(found.ids) - len(refusals)
     print(escape_control(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
-    if refusals:
+    if refused_count:
         raise typer.Exit(InvalidInputError.exit_code)
 
 

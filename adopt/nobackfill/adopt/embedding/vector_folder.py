@@ -72,6 +72,7 @@ def read_items(
     vector: str | None = None,
     where: str | None = None,
     only: Collection[str] | None = None,
+    refusals: dict[str, str] | None = None,
 ) -> ItemList:
     """Read the items to embed: texts into memory, or the paths of images.
 
@@ -87,6 +88,9 @@ def read_items(
         vector: Column of the source's vectors; None for the only one.
         where: Condition of the rows in SQL, for a table of PostgreSQL; None for all rows.
         only: Ids of the items to return; None: all. Unknown ids are ignored.
+        refusals: Receives the reason of each line of FILE.jsonl that is left out: under FILE:LINE
+            if it is malformed, under its id if an earlier line has this id or the text is no valid
+            Unicode. None: the first such line raises its error.
 
     Returns:
         At least one item. Items of a source without a vector or a text are left out.
@@ -94,8 +98,8 @@ def read_items(
     Raises:
         NotFoundError: There is no such file or store, no item in it, or none of the ids of `only`.
         InvalidInputError: An id occurs twice, an id or a text is no valid Unicode, there is no such
-            column, a line of FILE.jsonl is malformed, or `where` is given for another store than
-            PostgreSQL.
+            column, a line of FILE.jsonl is malformed (with `refusals`: all are), or `where` is
+            given for another store than PostgreSQL.
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user.
         ConfigurationError: The address would send a password unencrypted, an extra is not
@@ -106,9 +110,7 @@ def read_items(
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
     if where is None and path.suffix == ".jsonl":
-        found = [
-            (one.id, one.text) for one in read_text_lines(path, key=key or "id", column=column)
-        ]
+        found = _line_texts(path, key or "id", column, refusals)
     elif where is None and path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
         every = [p for p in path.rglob("*") if p.is_file()]
         files = sorted(p for p in every if _is_picture(p, path))
@@ -118,6 +120,29 @@ def read_items(
     else:
         found = _column_texts(_source(address, key, vector, where), column, only)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _line_texts(
+    path: Path, key: str, column: str, refusals: dict[str, str] | None
+) -> list[tuple[str, str]]:
+    """Read ids and texts of a JSONL file; with `refusals`, without the lines that have no use."""
+    lines = read_text_lines(path, refusals, key=key, column=column)
+    if refusals is None:
+        return [(one.id, one.text) for one in lines]
+    found: dict[str, str] = {}
+    for one in lines:
+        if one.id in found:
+            refusals[one.id] = "an earlier line has this id, and its text is embedded"
+        elif not _is_unicode(one.id + one.text):
+            refusals[one.id] = "expected an id and a text in valid Unicode; correct this item"
+        else:
+            found[one.id] = one.text
+    if refusals and not found:
+        # Such as a wrong `key`: the lines need not be named one by one.
+        name, reason = next(iter(refusals.items()))
+        refusals.clear()
+        raise InvalidInputError(f"{name}: {reason}")
+    return list(found.items())
 
 
 def _column_texts(
