@@ -411,7 +411,7 @@ def proto_defaults() -> dict[str, Any]:
     """What the gateway takes where a number of a request is 0, which proto3 cannot tell from
     absent."""
     from nobackfill.server.galleries.answering import DEFAULT_K
-    from nobackfill.server.grpc.services.gallery import DEFAULT_PAGE
+    from nobackfill.server.grpc.services.gallery import DEFAULT_PAGE_SIZE
     from nobackfill.server.healing.registration import _NUMBERS
     from nobackfill.server.state import Canary
     from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
@@ -428,7 +428,7 @@ def proto_defaults() -> dict[str, Any]:
         "ItemSource.hits": usual["hits"],
         "ItemSource.items_a_day": usual["a_day"],
         "ItemSource.patience": usual["seconds"],
-        "ListItemsRequest.page_size": DEFAULT_PAGE,
+        "ListItemsRequest.page_size": DEFAULT_PAGE_SIZE,
         "SearchRequest.k": DEFAULT_K,
         "StartUpgradeRequest.spare_cores": DEFAULT_SPARE_CORES,
     }

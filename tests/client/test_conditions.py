@@ -24,7 +24,7 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.grpc.services.convert import from_filter
+from nobackfill.server.grpc.services.convert import parse_filter
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.values import expression_message, metadata_value_message
 from tests.gallery.test_filters import FILTERS, METADATA, holds
@@ -90,7 +90,7 @@ def test_a_gateway_reads_what_an_app_wrote(
     filtered: Filter, metadata: Mapping[str, MetadataValue]
 ) -> None:
     message = types.Filter(expression=expression_message(filtered)).SerializeToString()
-    told = from_filter(types.Filter.FromString(message))
+    told = parse_filter(types.Filter.FromString(message))
     assert told is not None
     assert holds(told, metadata) == holds(filtered, metadata)
 

@@ -39,10 +39,11 @@ class Guarded:
 def few_watches() -> Iterator[Mapping[str, LaneSize]]:
     """Gateways that start here have as few places for watches as a plain server."""
     few = {
-        name: dataclasses.replace(size, places=size.threads) for name, size in rpc.STREAMS.items()
+        name: dataclasses.replace(size, capacity=size.thread_count)
+        for name, size in rpc.STREAM_LANES.items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rpc, "STREAMS", few)
+        patch.setattr(rpc, "STREAM_LANES", few)
         yield few
 
 

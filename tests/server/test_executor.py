@@ -85,7 +85,7 @@ def test_a_call_ended_as_its_message_comes_is_answered_once(
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(kind, "receive", how)
                     if kind is Arrival:
-                        patch.setattr(Interceptor, "arrive", lambda *_: None)
+                        patch.setattr(Interceptor, "immediate_handler", lambda *_: None)
                     if answered:
                         assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
                     else:

@@ -65,7 +65,7 @@ def kind_of(served: GatewayServer, request: search_pb2.SearchRequest) -> RpcMeth
     with Client(served.address) as client:
         client.raw.searches.Search(request, timeout=TIMEOUT_S)
     assert served._listener is not None
-    return served._listener._interceptor._kinds[SEARCH][0]
+    return served._listener._interceptor._methods[SEARCH][0]
 
 
 def test_answers_at_once_count_among_the_calls_that_there_may_be(

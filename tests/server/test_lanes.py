@@ -8,7 +8,7 @@ from nobackfill.server.grpc.rpc import Lane, LaneSize
 
 
 def test_work_goes_on_where_no_further_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane("calls", LaneSize(threads=4, places=8), shared=False)
+    lane = Lane("calls", LaneSize(thread_count=4, capacity=8), limits_callers=False)
     first, second = threading.Event(), threading.Event()
 
     def wait() -> None:

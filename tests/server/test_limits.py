@@ -15,7 +15,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import LARGEST_COUNT, OpenStream, StallMonitor
+from nobackfill.server.grpc.rpc import MAX_ITEMS_PER_MESSAGE, OpenStream, StallMonitor
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
@@ -114,7 +114,7 @@ def test_idle_streams_are_bounded_and_searches_go_on(repo: Path, tmp_path: Path)
         Client(gateway.address) as client,
     ):
         client.create_gallery("g")
-        _fill_the_watches(client, sizes["watches"].places)
+        _fill_the_watches(client, sizes["watches"].capacity)
 
 
 def _fill_the_watches(shared: Client, places: int) -> None:
@@ -163,7 +163,7 @@ class _Context:
 
 
 def _stream(context: _Context) -> OpenStream:
-    return OpenStream(cast(Any, context), lambda: None, 60.0, checks_stop=True, drained=True)
+    return OpenStream(cast(Any, context), lambda: None, 60.0, checks_stop=True, drains_on_stop=True)
 
 
 def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
@@ -178,10 +178,10 @@ def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
             yield 1
             stuck.cancelled.wait(30)
 
-        assert list(stalls.requests(nothing_comes(), streams[0])) == [1]
+        assert list(stalls.watch_requests(nothing_comes(), streams[0])) == [1]
         assert stuck.cancelled.is_set()
 
-        for _ in stalls.requests(iter([1, 2]), streams[1]):
+        for _ in stalls.watch_requests(iter([1, 2]), streams[1]):
             time.sleep(1.2)
         assert not busy.cancelled.is_set()
     finally:
@@ -225,8 +225,8 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_read(
 
 def test_one_item_too_many_is_refused_however_small(shared: Client, gallery: str) -> None:
     """So few bytes that nobody counts their parts."""
-    items = [gallery_pb2.PutItem()] * LARGEST_COUNT
-    assert shared.raw.put(items, gallery).refused == LARGEST_COUNT
+    items = [gallery_pb2.PutItem()] * MAX_ITEMS_PER_MESSAGE
+    assert shared.raw.put(items, gallery).refused == MAX_ITEMS_PER_MESSAGE
     with refused(TooLargeError, "10000 items"):
         shared.raw.put([*items, gallery_pb2.PutItem()], gallery)
 

@@ -79,7 +79,7 @@ def test_a_start_opens_each_once_and_listing_none(
         names = sorted(f"g{i}" for i in range(40))
         assert listed(client) == names
         assert listed(client, 7) == listed(client, 8) == listed(client, 40) == names
-        assert gateway.metrics.gallery_items() == {(1, "active"): 200}
+        assert gateway.metrics.count_gallery_items() == {(1, "active"): 200}
         assert len(opened) == 40
 
 

@@ -27,11 +27,11 @@ def request(items: int) -> gallery_pb2.PutItemsRequest:
 
 
 def test_as_many_items_as_are_allowed_are_read() -> None:
-    whole = request(rpc.LARGEST_COUNT)
+    whole = request(rpc.MAX_ITEMS_PER_MESSAGE)
     assert len(whole.SerializeToString()) > 2 * 2**20
     assert READ(whole.SerializeToString()) == whole
     with pytest.raises(TooLargeError):
-        READ(request(rpc.LARGEST_COUNT + 200).SerializeToString())
+        READ(request(rpc.MAX_ITEMS_PER_MESSAGE + 200).SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_damaged_messages_end_like_parsing_ends(data: st.DataObject) -> None:
     whole = bytearray(LARGE)
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    sent = bytes(whole[: data.draw(st.integers(rpc.LARGE, len(whole)))])
+    sent = bytes(whole[: data.draw(st.integers(rpc.LARGE_MESSAGE_BYTES, len(whole)))])
     try:
         expected = gallery_pb2.PutItemsRequest.FromString(sent)
     except DecodeError:

@@ -56,7 +56,7 @@ class Sleeping(grpc.GenericRpcHandler):
 def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Client]:
     """`sleeping` behind a interceptor."""
     plain = bool(os.environ.get("NOBACKFILL_PLAIN_GRPC"))
-    interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60, plain=plain)
+    interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60, is_plain_server=plain)
     calls = make_grpc_server(interceptor, [])
     server = calls.grpc_server
     server.add_generic_rpc_handlers((sleeping,))
@@ -138,14 +138,14 @@ def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> N
 
 
 def test_what_needs_no_token_shares_no_lane_with_what_does() -> None:
-    lanes = Lanes(8, shared=True)
+    lanes = Lanes(8, limits_callers=True)
     try:
         of_strangers = {
-            lanes.lane_of(m, streams="Watch" in m).name for m in RULES if RULES[m] is None
+            lanes.lane_of(m, is_stream="Watch" in m).name for m in RULES if RULES[m] is None
         }
         streams = ("PutItems", "FetchFile", "Blob", "Watch", "ActivateRelease", "Reflection")
         of_others = {
-            lanes.lane_of(m, streams=any(s in m for s in streams)).name
+            lanes.lane_of(m, is_stream=any(s in m for s in streams)).name
             for m in RULES
             if RULES[m] is not None
         }
@@ -169,9 +169,9 @@ def test_health_pages_tell_a_kubelet_when_to_send_calls() -> None:
                 return error.code
 
         try:
-            metrics.ready = lambda: False
+            metrics.is_ready = lambda: False
             assert (status("/healthz"), status("/readyz")) == (200, 503)
-            metrics.ready = lambda: True
+            metrics.is_ready = lambda: True
             assert (status("/readyz"), status("/metrics"), status("/other")) == (200, 200, 404)
         finally:
             metrics.close()

@@ -99,13 +99,13 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
     """Transfers that stand still, and watches that are never read."""
     with Peer(guarded.address) as peer:
         for method in READING:
-            for _ in range(rpc.STREAMS["transfers"].places):
+            for _ in range(rpc.STREAM_LANES["transfers"].capacity):
                 peer.begin(method, "admin")
-        for _ in range(rpc.STREAMS["watches"].places):
+        for _ in range(rpc.STREAM_LANES["watches"].capacity):
             stream = peer.begin("/nobackfill.v1.ReleaseService/WatchReleases", "admin")
             peer.send(stream, prefixed(b""))
         for lane in ("transfers", "watches"):
-            share = round(rpc.STREAMS[lane].places * rpc.STREAMS[lane].share)
+            share = round(rpc.STREAM_LANES[lane].capacity * rpc.STREAM_LANES[lane].max_caller_share)
             wait_for(lambda s=share, n=lane: guarded.series(f'{OPEN}{{lane="{n}"}}') == s)  # type: ignore[misc]
         everything_is_served(guarded)
         with guarded.client("admin") as admin, refused(OverloadedError, "of one caller"):
@@ -113,8 +113,8 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
 
 
 def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
-    size = rpc.STREAMS["public"]
-    share = round(size.places * size.share)
+    size = rpc.STREAM_LANES["public"]
+    share = round(size.capacity * size.max_caller_share)
     with Client(guarded.address) as stranger:
         stub = health_pb2_grpc.HealthStub(stranger.raw.channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(MANY)]
@@ -162,7 +162,9 @@ def test_peers_who_do_nothing_keep_no_gateway_from_ending(repo: Path, tmp_path: 
 @pytest.mark.hot_path
 def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
     metrics = Metrics()
-    interceptor = Interceptor(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
+    interceptor = Interceptor(
+        metrics, None, max_calls=8, max_call_seconds=60, receive_timeout_s=0.5
+    )
     calls = make_grpc_server(interceptor, [])
     server = calls.grpc_server
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(), server)

@@ -79,7 +79,9 @@ def test_a_plain_server_stays_on_loopback_unless_it_is_let() -> None:
 
 def test_a_call_without_its_message_gives_its_thread_back() -> None:
     metrics = Metrics()
-    interceptor = Interceptor(metrics, None, 8, max_call_seconds=60, patience_s=0.5, plain=True)
+    interceptor = Interceptor(
+        metrics, None, 8, max_call_seconds=60, receive_timeout_s=0.5, is_plain_server=True
+    )
     calls = make_grpc_server(interceptor, [])
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(), calls.grpc_server)
     port = calls.grpc_server.add_insecure_port("127.0.0.1:0")
@@ -94,7 +96,7 @@ def test_a_call_without_its_message_gives_its_thread_back() -> None:
             with refused(InvalidInputError, "got none"):
                 list(call(iter([]), timeout=30))
             assert list(call(iter([b""]), timeout=30))
-        wait_until(lambda: not interceptor.admission.working, "a call holds its thread")
+        wait_until(lambda: not interceptor.admission.working_calls, "a call holds its thread")
         assert metrics.calls.lanes["message"][0]() == 0
     finally:
         calls.grpc_server.stop(None).wait()

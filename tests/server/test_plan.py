@@ -420,7 +420,7 @@ def test_the_places_of_a_lane(
     shared: bool, held: list[tuple[str, Role, int]], caller: tuple[str, Role], enters: bool
 ) -> None:
     # Four roles: what three others have of their own is six places.
-    lane = Lane("calls", LaneSize(threads=1, places=32), shared=shared)
+    lane = Lane("calls", LaneSize(thread_count=1, capacity=32), limits_callers=shared)
     try:
         for name, role, many in held:
             for _ in range(many):

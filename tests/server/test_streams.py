@@ -99,10 +99,10 @@ def test_an_old_watch_ends_and_our_client_watches_again(
     stages: Stages, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     young = {
-        **rpc.STREAMS,
-        "watches": dataclasses.replace(rpc.STREAMS["watches"], longest_s=1),
+        **rpc.STREAM_LANES,
+        "watches": dataclasses.replace(rpc.STREAM_LANES["watches"], max_stream_age_s=1),
     }
-    monkeypatch.setattr(rpc, "STREAMS", young)
+    monkeypatch.setattr(rpc, "STREAM_LANES", young)
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         alone = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
         assert len(list(alone)) == 1

@@ -35,8 +35,8 @@ class Watched:
         self.address = client.address
         self.stub = health_pb2_grpc.HealthStub(client.raw.channel)
         self.health = health
-        self.stalls = interceptor.stalls
-        self.lane = interceptor.lanes.all["public"]
+        self.stalls = interceptor.stall_monitor
+        self.lane = interceptor.lanes.by_name["public"]
 
     def watch(self, name: str = "") -> Any:
         return self.stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=60)
@@ -198,7 +198,7 @@ def test_a_token_is_looked_at_once_for_all_its_watches(
 ) -> None:
     """Looking at it for each of 9,000 took a seventh of the interpreter's time."""
     seen: list[str] = []
-    all_streams, confirm = StallMonitor._all, Tokens.confirm
+    all_streams, confirm = StallMonitor._streams_by_check, Tokens.confirm
 
     def look(stalls: StallMonitor) -> Any:
         # Another gateway of this process, which has no stream, looks as well.
@@ -210,7 +210,7 @@ def test_a_token_is_looked_at_once_for_all_its_watches(
         seen.append(principal.name)
         confirm(tokens, header, principal)
 
-    monkeypatch.setattr(StallMonitor, "_all", look)
+    monkeypatch.setattr(StallMonitor, "_streams_by_check", look)
     monkeypatch.setattr(Tokens, "confirm", confirmed)
     tokens = tokens_file(tmp_path / "tokens")
     with (

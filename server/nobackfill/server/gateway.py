@@ -191,7 +191,7 @@ class GatewayServer:
         )
         self.following = GatewayFollower(state, galleries, serving, catalog, activations, metrics)
         self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
-        metrics.gallery_items = lambda: count_vectors(galleries.all())
+        metrics.count_gallery_items = lambda: count_vectors(galleries.all())
         metrics.registry.register(IndexMetrics(galleries.all))
         metrics.registry.register(CanaryMetrics(canaries))
 
@@ -248,7 +248,7 @@ class GatewayServer:
         if settings.console:
             check_port_free(settings.console_address, "--console-address")
         metrics = Metrics()
-        metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
+        metrics.free_disk_bytes.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
         tracing = read_tracing(os.environ)
@@ -281,13 +281,13 @@ class GatewayServer:
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
             is_slow=self.galleries.is_slow,
             immediate_answers={SEARCH: self.search.answer_immediately},
-            tracing=tracing, plain=plain,
+            tracing=tracing, is_plain_server=plain,
         )  # fmt: skip
-        metrics.expiries.metadata = self.catalog.metadata_expiries
+        metrics.expiries.metadata_expiries = self.catalog.metadata_expiries
         if tokens is not None:
-            metrics.expiries.tokens = tokens.first_expiry
+            metrics.expiries.first_token_expiry = tokens.first_expiry
         if chain is not None:
-            metrics.expiries.certificates = chain.expiries
+            metrics.expiries.certificate_expiries = chain.expiries
         self._listener = GrpcListener(self._add_services, interceptor, settings, chain, metrics)
         if self.activations.resume() is None and self.state.current.active is None:
             FirstActivation(
@@ -325,7 +325,7 @@ class GatewayServer:
         settings = self._settings
         socket = socket_address_in(settings.data, closing) if settings.console else None
         self.address = listener.start(socket)
-        self.metrics.ready = lambda: not self._stopping.is_set()
+        self.metrics.is_ready = lambda: not self._stopping.is_set()
         closing.callback(self._drain, listener)
         if socket is None:
             return

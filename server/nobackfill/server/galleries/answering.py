@@ -1504,7 +1504,7 @@ class _ImageQuery:
     def end(self, answer: bytes | None) -> None:
         """Answer the call, None for another thread, and leave the gallery and the plan."""
         _leave(self.hosted, self.plan)
-        self.call.complete(answer)
+        self.call.send_answer(answer)
 
 
 class DeferredImageSearch:
@@ -1566,7 +1566,7 @@ class DeferredImageSearch:
         if plan is None or part is None:
             if plan is not None:
                 _leave(hosted, plan)
-            call.complete(None)
+            call.send_answer(None)
             return
         query = _ImageQuery(hosted, plan, part, k, farthest, call)
         self._queue.add(

@@ -46,18 +46,18 @@ class RateLimit:
     at once.
     """
 
-    def __init__(self, name: str, limit: float) -> None:
+    def __init__(self, name: str, calls_per_second: float) -> None:
         """Start with a full allowance: a second's worth, at least one call.
 
         Args:
             name: the name, for the error.
-            limit: calls a second, above 0.
+            calls_per_second: calls a second, above 0.
         """
-        self.limit = limit
+        self.calls_per_second = calls_per_second
         self._name = name
         self._lock = threading.Lock()
         # Calls that may come at once: a second's worth, at least one.
-        self._capacity = max(1.0, limit)
+        self._capacity = max(1.0, calls_per_second)
         self._available = self._capacity
         self._updated = time.monotonic()
 
@@ -70,14 +70,14 @@ class RateLimit:
         with self._lock:
             now = time.monotonic()
             self._available = min(
-                self._capacity, self._available + (now - self._updated) * self.limit
+                self._capacity, self._available + (now - self._updated) * self.calls_per_second
             )
             self._updated = now
             if self._available < 1:
                 raise OverloadedError(
-                    f"expected at most {self.limit:g} calls a second under the name {self._name} "
-                    "of this token, got more; try again with a growing delay, or ask the operator "
-                    "to raise rate=N in the tokens file"
+                    f"expected at most {self.calls_per_second:g} calls a second under the name "
+                    f"{self._name} of this token, got more; try again with a growing delay, or ask "
+                    "the operator to raise rate=N in the tokens file"
                 )
             self._available -= 1
 
@@ -131,9 +131,9 @@ _GALLERIES = re.compile(r"[a-z0-9_-]{1,64}(,[a-z0-9_-]{1,64})*")
 class _Token:
     principal: Principal
     digest: bytes
-    expires: datetime | None
+    expires_at: datetime | None
     # Calls a second of all tokens of the name; None means no limit.
-    rate: float | None
+    calls_per_second: float | None
 
 
 class Tokens:
@@ -158,9 +158,9 @@ class Tokens:
         """
         self._path = path
         self._lock = threading.Lock()
-        self._stamp, self._tokens = _read(path)
+        self._stamp, self._tokens = _read_tokens_file(path)
         self._checked = time.monotonic()
-        self._trouble = ""
+        self._last_error = ""
         self._rates: dict[tuple[str, float], RateLimit] = {}
 
     def first_expiry(self) -> datetime | None:
@@ -172,7 +172,7 @@ class Tokens:
         """
         self._refresh()
         now = datetime.now(UTC)
-        ends = [token.expires for token in self._tokens.values() if token.expires is not None]
+        ends = [token.expires_at for token in self._tokens.values() if token.expires_at is not None]
         return min((end for end in ends if end > now), default=None)
 
     def identify_caller(self, authorization: str | None) -> Principal:
@@ -191,8 +191,8 @@ class Tokens:
             OverloadedError: the name's rate is exceeded.
         """
         token = self._find(authorization)
-        if token.rate is not None:
-            self._rate_of(token.principal.name, token.rate).take()
+        if token.calls_per_second is not None:
+            self._rate_limit(token.principal.name, token.calls_per_second).take()
         return token.principal
 
     def confirm(self, authorization: str | None, principal: Principal) -> None:
@@ -225,13 +225,13 @@ class Tokens:
         digest = hashlib.sha256(token.encode()).digest()
         # Looked up by its hash, so that timing reveals nothing about a token.
         entry = self._tokens.get(digest)
-        if entry is not None and (entry.expires is None or datetime.now(UTC) < entry.expires):
+        if entry is not None and (entry.expires_at is None or datetime.now(UTC) < entry.expires_at):
             return entry
         raise UnauthenticatedError(
             "the token is unknown to this gateway, or has expired; ask its operator for a new one"
         )
 
-    def _rate_of(self, name: str, limit: float) -> RateLimit:
+    def _rate_limit(self, name: str, limit: float) -> RateLimit:
         return self._rates.setdefault((name, limit), RateLimit(name, limit))
 
     def _refresh(self) -> None:
@@ -241,18 +241,18 @@ class Tokens:
         with self._lock:
             self._checked = now
             try:
-                if _stamp(self._path) != self._stamp:
-                    self._stamp, self._tokens = _read(self._path)
+                if _file_stamp(self._path) != self._stamp:
+                    self._stamp, self._tokens = _read_tokens_file(self._path)
                     access_log.info("tokens read again", count=len(self._tokens))
             except (OSError, ConfigurationError) as error:
-                if str(error) != self._trouble:
+                if str(error) != self._last_error:
                     access_log.error(
                         "cannot read the changed tokens file; the old tokens stay valid",
                         error=str(error),
                     )
-                self._trouble = str(error)
+                self._last_error = str(error)
             else:
-                self._trouble = ""
+                self._last_error = ""
 
 
 @dataclass(frozen=True)
@@ -275,15 +275,15 @@ class TokenRecheck:
         self.tokens.confirm(self.authorization, self.principal)
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _file_stamp(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
+def _read_tokens_file(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
     """Read the file; returns its stamp, and its tokens by digest, the first of a digest."""
     try:
-        stamp, lines = _stamp(path), path.read_text().splitlines()
+        stamp, lines = _file_stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigurationError(
@@ -294,14 +294,14 @@ def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
     for number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
         if fields:
-            token = _token(fields, f"{path}, line {number}")
+            token = _parse_token_line(fields, f"{path}, line {number}")
             tokens.setdefault(token.digest, token)
     if not tokens:
         access_log.warning("the tokens file has no token; every call is refused", file=str(path))
     return stamp, tokens
 
 
-def _token(fields: list[str], where: str) -> _Token:
+def _parse_token_line(fields: list[str], where: str) -> _Token:
     expected = (
         "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00] [rate=N] "
         "[items=N]"
@@ -336,19 +336,21 @@ def _token(fields: list[str], where: str) -> _Token:
             f"{where}: {expected}; items=N needs the role writer with galleries, as in "
             "writer:GALLERY; correct the line"
         )
-    rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
-    items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
+    rate = _parse_rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
+    items = (
+        _parse_item_limit(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
+    )
     if not re.fullmatch("[0-9a-fA-F]{64}", digest):
         raise ConfigurationError(
             f"{where}: expected the SHA-256 of a token, 64 hexadecimal digits, as the third word, "
             f"got {len(digest)} other characters; `sha256sum` computes it"
         )
-    expires = _expiry(fields[3], where) if len(fields) == 4 else None
+    expires = _parse_expiry(fields[3], where) if len(fields) == 4 else None
     principal = Principal(name, Role(role), galleries, items)
     return _Token(principal, bytes.fromhex(digest), expires, rate)
 
 
-def _expiry(text: str, where: str) -> datetime:
+def _parse_expiry(text: str, where: str) -> datetime:
     try:
         expires = datetime.fromisoformat(text)
     except ValueError:
@@ -361,7 +363,7 @@ def _expiry(text: str, where: str) -> datetime:
     return expires
 
 
-def _rate(text: str, problem: str) -> float:
+def _parse_rate(text: str, problem: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -374,7 +376,7 @@ def _rate(text: str, problem: str) -> float:
     return number
 
 
-def _items(text: str, problem: str) -> int:
+def _parse_item_limit(text: str, problem: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", text):
         raise ConfigurationError(
             f"{problem}; items=N is a whole number of items, of 1 to 12 digits, got {text[:32]!r}; "
@@ -611,7 +613,7 @@ def trace_part(name: str) -> AbstractContextManager[None]:
         name: a fixed word that names the part.
     """
     call = _current.get(None)
-    return _UNTRACED if call is None or call.trace is None else call.trace.part(name)
+    return _UNTRACED if call is None or call.trace is None else call.trace.record_part(name)
 
 
 DOMAIN = "nobackfill.v1"
@@ -697,4 +699,4 @@ def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.exception("unexpected error, going on", thread=thread, error=type(error).__name__)
-        metrics.unforeseen.labels(thread).inc()
+        metrics.unexpected_errors.labels(thread).inc()

@@ -111,9 +111,9 @@ class PlainServer:
     """
 
     def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
-        places = sum(lane.size.places for lane in interceptor.lanes.all.values())
+        places = sum(lane.size.capacity for lane in interceptor.lanes.by_name.values())
         threads = min(_PLAIN_THREADS, places)
-        self._working = interceptor.admission.working
+        self._working = interceptor.admission.working_calls
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         self.grpc_server = grpc.server(
             self._pool, None, [interceptor], options, maximum_concurrent_rpcs=threads
@@ -614,7 +614,7 @@ def make_grpc_server(
         ImportError: the interceptor is not plain, and loop.py does not work with this grpcio; see
             needs_plain_server.
     """
-    if interceptor.plain:
+    if interceptor.is_plain_server:
         return PlainServer(interceptor, options)
     from nobackfill.server.grpc.loop import LoopServer
 

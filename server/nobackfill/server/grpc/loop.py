@@ -131,7 +131,7 @@ class Arrival:
         self._respond = respond
         self._write = write
         self._has_message = False
-        self.began = time.monotonic()
+        self.arrived_at = time.monotonic()
 
     def to_arrival(self) -> "Arrival":
         """Return the call itself, so that callers need not know its class; see
@@ -324,7 +324,7 @@ class QuickCall:
         """
         self.rpc = rpc
         self.event = event
-        self.began = time.monotonic()
+        self.arrived_at = time.monotonic()
         self._write = write
         self._open_calls = open_calls
         self._lock = threading.Lock()
@@ -451,12 +451,12 @@ class SourceMessage(NamedTuple):
     """Hold the newest message of a source.
 
     Attributes:
-        number: counts messages from 1; 0 before the first.
+        sequence_number: counts messages from 1; 0 before the first.
         message: the encoded message; None before the first.
         is_last: True if no message follows.
     """
 
-    number: int
+    sequence_number: int
     message: bytes | None
     is_last: bool
 
@@ -504,32 +504,32 @@ class Watcher:
         with self._lock:
             if self._is_sending or self.has_ended:
                 return
-            news = source.news
-            sends = news.number != self._last_number and not self._stream.is_stopped
+            news = source.newest_message
+            sends = news.sequence_number != self._last_number and not self._stream.is_stopped
             if sends:
-                self._is_sending, self._last_number = True, news.number
+                self._is_sending, self._last_number = True, news.sequence_number
             elif news.is_last or self._stream.is_stopped:
                 self.has_ended = True
             else:
                 return
         if sends and news.message is not None:
-            self._stream.waiting = time.monotonic()
+            self._stream.waiting_since = time.monotonic()
             self._arrival.push(news.message, self._on_sent)
         else:
             self._end(source)
 
     def _end(self, source: "WatchSource") -> None:
-        source.leave(self)
-        error = self._stream.reason or source.error
+        source.remove_watcher(self)
+        error = self._stream.stop_reason or source.error
         if error is not None:
             self._arrival.refuse(error)
         else:
-            self._arrival.finish(((WATCH_AGAIN_TRAILER, "1"),) if self._stream.is_old else None)
+            self._arrival.finish(((WATCH_AGAIN_TRAILER, "1"),) if self._stream.is_too_old else None)
 
     def _on_sent(self) -> None:
         # This runs on gRPC's own thread, which an error would end.
         with error_boundary(self._metrics, "watches"):
-            self._stream.waiting = None
+            self._stream.waiting_since = None
             with self._lock:
                 self._is_sending = False
             self.send_newest()
@@ -538,7 +538,7 @@ class Watcher:
         with error_boundary(self._metrics, "watches"), self._lock:
             had_ended, self.has_ended = self.has_ended, True
         assert self.source is not None, "the watcher was added to a source"
-        self.source.leave(self)
+        self.source.remove_watcher(self)
         if not had_ended:
             self._arrival.rpc.end(grpc.StatusCode.CANCELLED)
 
@@ -546,16 +546,18 @@ class Watcher:
 class WatchSource:
     """Make the messages of one request for all callers that sent it."""
 
-    def __init__(self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]]) -> None:
-        self.key = key
-        self.make = make
-        self.news = SourceMessage(0, None, is_last=False)
+    def __init__(
+        self, request_key: tuple[str, bytes], make_messages: Callable[[], Iterator[bytes | None]]
+    ) -> None:
+        self.request_key = request_key
+        self.make_messages = make_messages
+        self.newest_message = SourceMessage(0, None, is_last=False)
         # The error that ended it; None if it ended by itself.
         self.error: Exception | None = None
         # Guarded by the pump's lock: watchers that came since the last poll, and the time of the
         # next one.
-        self.newcomers: list[Watcher] = []
-        self.next_poll = 0.0
+        self.new_watchers: list[Watcher] = []
+        self.next_poll_at = 0.0
         self.is_polling = False
         self._messages: Iterator[bytes | None] = iter(())
         self._lock = threading.Lock()
@@ -566,12 +568,12 @@ class WatchSource:
         """Whether no watcher is left; newcomers that wait for their first poll do not count."""
         return not self._watchers
 
-    def leave(self, watcher: Watcher) -> None:
+    def remove_watcher(self, watcher: Watcher) -> None:
         """Remove a watcher; one that is not there is no error."""
         with self._lock:
             self._watchers.discard(watcher)
 
-    def poll(self, newcomers: Sequence[Watcher]) -> None:
+    def poll(self, new_watchers: Sequence[Watcher]) -> None:
         """Make the next message if something has changed, and offer it to the watchers.
 
         Newcomers get the present message: the source begins again for them. Without any watcher, it
@@ -579,34 +581,34 @@ class WatchSource:
         raised. Call it on one thread at a time. After the last message it offers the end once more.
 
         Args:
-            newcomers: watchers that came since the last poll; those whose call has ended are left
-                out.
+            new_watchers: watchers that came since the last poll; those whose call has ended are
+                left out.
         """
-        number, message, is_last = self.news
-        newcomers = [watcher for watcher in newcomers if not watcher.has_ended]
-        if not newcomers and self.is_empty:
+        number, message, is_last = self.newest_message
+        new_watchers = [watcher for watcher in new_watchers if not watcher.has_ended]
+        if not new_watchers and self.is_empty:
             # All watchers have left.
             return
         try:
-            if newcomers:
-                self._messages = self.make()
+            if new_watchers:
+                self._messages = self.make_messages()
             # A second call tells whether the first message was the last.
             for _ in range(2):
                 next_message = next(self._messages)
                 if next_message is None:
                     break
-                if next_message != message or not newcomers:
+                if next_message != message or not new_watchers:
                     number, message = number + 1, next_message
         except StopIteration:
             is_last = True
         except Exception as error:  # noqa: BLE001 - its watchers get the error
             self.error, is_last = error, True
-        has_changed = number != self.news.number or is_last
+        has_changed = number != self.newest_message.sequence_number or is_last
         with self._lock:
-            self._watchers.update(watcher for watcher in newcomers if not watcher.has_ended)
+            self._watchers.update(watcher for watcher in new_watchers if not watcher.has_ended)
             watchers = tuple(self._watchers)
-        self.news = SourceMessage(number, message, is_last)
-        for watcher in watchers if has_changed else newcomers:
+        self.newest_message = SourceMessage(number, message, is_last)
+        for watcher in watchers if has_changed else new_watchers:
             watcher.send_newest()
 
 
@@ -626,7 +628,10 @@ class WatchPoller:
             threading.Thread(target=self._work, name="watches", daemon=True).start()
 
     def add(
-        self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]], watcher: Watcher
+        self,
+        key: tuple[str, bytes],
+        make_messages: Callable[[], Iterator[bytes | None]],
+        watcher: Watcher,
     ) -> None:
         """Add a watcher, without waiting.
 
@@ -636,15 +641,15 @@ class WatchPoller:
 
         Args:
             key: method and encoded request; it identifies the source.
-            make: makes the source's messages; None means that nothing has changed. Used only if the
-                key has no source yet. It is called on a thread of the poller, again whenever
-                watchers have joined.
+            make_messages: makes the source's messages; None means that nothing has changed. Used
+                only if the key has no source yet. It is called on a thread of the poller, again
+                whenever watchers have joined.
             watcher: the watcher; the poller sets its `source`.
         """
         with self._changed:
             source = self._sources.get(key)
             if source is None:
-                source = self._sources[key] = WatchSource(key, make)
+                source = self._sources[key] = WatchSource(key, make_messages)
             self._join(source, watcher)
             if not source.is_polling:
                 self._plan(source, time.monotonic())
@@ -661,11 +666,11 @@ class WatchPoller:
 
     def _join(self, source: WatchSource, watcher: Watcher) -> None:
         watcher.source = source
-        source.newcomers.append(watcher)
+        source.new_watchers.append(watcher)
 
     def _plan(self, source: WatchSource, at: float) -> None:
-        source.next_poll = at
-        heappush(self._queues[source.key[0]], (at, next(self._numbers), source))
+        source.next_poll_at = at
+        heappush(self._queues[source.request_key[0]], (at, next(self._numbers), source))
         self._changed.notify()
 
     def _work(self) -> None:
@@ -686,9 +691,9 @@ class WatchPoller:
                     self._changed.wait(remaining)
                 else:
                     _, _, source = heappop(queue)
-                    self._polling[source.key[0]] += 1
+                    self._polling[source.request_key[0]] += 1
                     source.is_polling = True
-                    newcomers, source.newcomers = source.newcomers, []
+                    newcomers, source.new_watchers = source.new_watchers, []
                     return source, newcomers
             return None
 
@@ -696,7 +701,7 @@ class WatchPoller:
         """Return the queue with the earliest poll, of the methods that may use another thread."""
         first = None
         for method, queue in self._queues.items():
-            while queue and (queue[0][2].is_polling or queue[0][0] != queue[0][2].next_poll):
+            while queue and (queue[0][2].is_polling or queue[0][0] != queue[0][2].next_poll_at):
                 # The source was scheduled again since.
                 heappop(queue)
             if (
@@ -710,13 +715,15 @@ class WatchPoller:
     def _finish_poll(self, source: WatchSource) -> None:
         with self._changed:
             source.is_polling = False
-            self._polling[source.key[0]] -= 1
+            self._polling[source.request_key[0]] -= 1
             self._changed.notify()
-            newcomers = source.newcomers
-            if source.news.is_last or (source.is_empty and not newcomers):
-                del self._sources[source.key]
+            newcomers = source.new_watchers
+            if source.newest_message.is_last or (source.is_empty and not newcomers):
+                del self._sources[source.request_key]
                 if newcomers:
-                    new_source = self._sources[source.key] = WatchSource(source.key, source.make)
+                    new_source = self._sources[source.request_key] = WatchSource(
+                        source.request_key, source.make_messages
+                    )
                     for watcher in newcomers:
                         self._join(new_source, watcher)
                     self._plan(new_source, time.monotonic())
@@ -754,7 +761,7 @@ class CallExecutor(Executor):
         self._admission = interceptor.admission
         self._metrics = interceptor.metrics
         self._max_awaited = _AWAITED_PER_CALL * interceptor.max_calls
-        self._patience_s = interceptor.patience_s
+        self._receive_timeout_s = interceptor.receive_timeout_s
         self._lock = threading.Lock()
         # By caller, the longest awaited first; all callers without a token are one.
         self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
@@ -781,7 +788,7 @@ class CallExecutor(Executor):
         elif rpc.reads_stream:
             self._run(arrival, rpc.lane, arrival.argument)
         else:
-            self.take(arrival)
+            self.receive_message(arrival)
         return _FINISHED
 
     def unread_count(self) -> int:
@@ -811,7 +818,7 @@ class CallExecutor(Executor):
         self._thread.join()
         self._watches.close()
 
-    def take(self, arrival: Call) -> None:
+    def receive_message(self, arrival: Call) -> None:
         """Request a call's message, without waiting.
 
         A caller may have 4 calls without a message for each call that may wait. Above that, its
@@ -886,7 +893,7 @@ class CallExecutor(Executor):
                 self._hand_on(arrival.to_arrival(), message)
             else:
                 self._answer_later(arrival.to_arrival(), message, answer)
-                begins.add(answer.begin)
+                begins.add(answer.begin_batch)
         for begin in begins:
             begin()
 
@@ -894,7 +901,7 @@ class CallExecutor(Executor):
         """Queue a call; it takes a place in the lane where a thread would wait for the same
         work.
         """
-        lane = self._admission.lanes.heavier(arrival.rpc.lane)
+        lane = self._admission.lanes.heavy_lane(arrival.rpc.lane)
 
         def complete(answer: bytes | None) -> None:
             if answer is not None and arrival.is_wanted():
@@ -903,7 +910,7 @@ class CallExecutor(Executor):
                 lane.run(lambda: arrival.answer(lambda: message))
 
         if self._enters(arrival, lane):
-            later.add(DeferredCall(arrival.deadline(), arrival.is_wanted, complete))
+            later.add_call(DeferredCall(arrival.deadline(), arrival.is_wanted, complete))
 
     def _hand_on(self, arrival: Arrival, message: bytes) -> None:
         """Give a call to a thread of its lane."""
@@ -912,7 +919,7 @@ class CallExecutor(Executor):
         except NobackfillError as error:
             arrival.refuse(error)
             return
-        if arrival.rpc.kind.is_watch:
+        if arrival.rpc.method.is_watch:
             self._watch_for(arrival, lane, request)
         else:
             self._run(arrival, lane, lambda: request)
@@ -923,15 +930,15 @@ class CallExecutor(Executor):
         if not self._enters(arrival, lane):
             return
         try:
-            request = rpc.message(message)
+            request = rpc.decode_and_check(message)
         except NobackfillError as error:
             arrival.refuse(error)
             return
         # Unknown fields do not make another source.
         request.DiscardUnknownFields()
-        key = rpc.kind.method, request.SerializeToString(deterministic=True)
+        key = rpc.method.path, request.SerializeToString(deterministic=True)
         watcher = Watcher(arrival, rpc.open_stream(arrival), self._metrics)
-        self._watches.add(key, partial(rpc.kind.watch, request), watcher)
+        self._watches.add(key, partial(rpc.method.watch, request), watcher)
 
     def _end_without_message(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
@@ -960,25 +967,25 @@ class CallExecutor(Executor):
                 self._end_silent()
 
     def _end_silent(self) -> None:
-        limit = time.monotonic() - self._patience_s
+        limit = time.monotonic() - self._receive_timeout_s
         with self._lock:
             silent = [
                 arrival
                 for calls in self._awaited.values()
                 for arrival in calls
-                if arrival.began < limit
+                if arrival.arrived_at < limit
             ]
         for arrival in silent:
             arrival.end_unread(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"the call's request message did not arrive within {self._patience_s:g} s; send "
-                "the message promptly",
+                f"the call's request message did not arrive within {self._receive_timeout_s:g} s; "
+                "send the message promptly",
             )
         if silent:
             log.warning(
                 "ended calls whose request message did not arrive in time",
                 calls=len(silent),
-                seconds=self._patience_s,
+                seconds=self._receive_timeout_s,
             )
 
 
@@ -999,7 +1006,7 @@ class LoopServer(_server._Server):
         super().__init__(pool, (), [interceptor], options, None, None, False)
         self._interceptor = interceptor
         self._pool: CallExecutor = pool
-        interceptor.count_awaited(pool.unread_count)
+        interceptor.set_awaited_counter(pool.unread_count)
 
     @property
     def grpc_server(self) -> grpc.Server:
@@ -1088,14 +1095,14 @@ def _take_quickly(state: Any, interceptor: Interceptor, executor: CallExecutor, 
     method = event.tag
     if type(method) is not str or not event.success or state.stage is not _STARTED:
         return False
-    handling = interceptor.arrive(method, event.invocation_metadata)
+    handling = interceptor.immediate_handler(method, event.invocation_metadata)
     if handling is None:
         return False
     with state.lock:
         if state.stage is not _STARTED:
             return False
         state.due.remove(method)
-        call = QuickCall(event, handling.rpc, handling.write, state.rpc_states)
+        call = QuickCall(event, handling.rpc, handling.encode_answer, state.rpc_states)
         _server._request_registered_call(state, method)
-    executor.take(call)
+    executor.receive_message(call)
     return True

@@ -130,7 +130,7 @@ class DeviceMetrics:
             "nobackfill_device_syncs_total", "Syncs that devices reported, by release and failure.",
             ["release", "failure"], registry=registry,
         )  # fmt: skip
-        self.seconds = Histogram(
+        self.sync_seconds = Histogram(
             "nobackfill_device_sync_seconds", "Seconds of devices' upgrades, by release.",
             ["release"], buckets=(1, 5, 20, 60, 300, 1200, 3600), registry=registry,
         )  # fmt: skip
@@ -161,10 +161,10 @@ class Expiries(Collector):
     """
 
     def __init__(self) -> None:
-        self.metadata: Callable[[], Mapping[str, datetime]] = _none
-        self.certificates: Callable[[], Mapping[str, datetime]] = _none
+        self.metadata_expiries: Callable[[], Mapping[str, datetime]] = _none
+        self.certificate_expiries: Callable[[], Mapping[str, datetime]] = _none
         # The first token to expire, without its name.
-        self.tokens: Callable[[], datetime | None] = lambda: None
+        self.first_token_expiry: Callable[[], datetime | None] = lambda: None
 
     def collect(self) -> Iterator[Metric]:
         """Yield at a scrape the days until each expires; negative after that. The sources are
@@ -174,8 +174,8 @@ class Expiries(Collector):
         """
         now = datetime.now(UTC)
         for name, subject, label, ends in (
-            ("metadata", "TUF metadata of a role", "role", self.metadata()),
-            ("certificate", "a TLS certificate", "certificate", self.certificates()),
+            ("metadata", "TUF metadata of a role", "role", self.metadata_expiries()),
+            ("certificate", "a TLS certificate", "certificate", self.certificate_expiries()),
         ):
             family = GaugeMetricFamily(
                 f"nobackfill_{name}_expires_days",
@@ -188,7 +188,7 @@ class Expiries(Collector):
         tokens = GaugeMetricFamily(
             "nobackfill_token_expires_days", "Days until the first of the tokens expires."
         )
-        first = self.tokens()
+        first = self.first_token_expiry()
         if first is not None:
             tokens.add_metric([], (first - now) / _DAY)
         yield tokens
@@ -204,11 +204,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
-class _Server6(_Server):
+class _Ipv6Server(_Server):
     address_family = socket.AF_INET6
 
 
-class _Silent(WSGIRequestHandler):
+class _SilentRequestHandler(WSGIRequestHandler):
     # Longest time (seconds) for a request to arrive.
     timeout = 10
 
@@ -217,7 +217,7 @@ class _Silent(WSGIRequestHandler):
 
 
 def serve(
-    host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool]
+    host: str, port: int, registry: CollectorRegistry, is_ready: Callable[[], bool]
 ) -> WSGIServer:
     """Make an HTTP server that listens at once; run it with serve_forever, and close it with
     server_close.
@@ -228,7 +228,7 @@ def serve(
         host: host to listen on.
         port: port to listen on; 0 means any free one.
         registry: metrics of /metrics.
-        ready: tells whether /readyz answers 200 instead of 503; called at each request.
+        is_ready: tells whether /readyz answers 200 instead of 503; called at each request.
 
     Raises:
         OSError: the port cannot be used, or the host is unknown.
@@ -238,7 +238,7 @@ def serve(
 
     def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
         path = environ.get("PATH_INFO")
-        if path == "/healthz" or (path == "/readyz" and ready()):
+        if path == "/healthz" or (path == "/readyz" and is_ready()):
             start_response("200 OK", _TEXT)
             return [b"ok\n"]
         if path == "/readyz":
@@ -249,8 +249,8 @@ def serve(
         start_response("404 Not Found", _TEXT)
         return [b"expected /metrics, /healthz or /readyz\n"]
 
-    kind = _Server6 if ":" in host else _Server
-    return make_server(host, port, answer, kind, _Silent)
+    kind = _Ipv6Server if ":" in host else _Server
+    return make_server(host, port, answer, kind, _SilentRequestHandler)
 
 
 # Labels of threads whose unexpected errors are counted (`error_boundary`). Each series starts at 0,
@@ -274,10 +274,10 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         # Set by the gateway: vectors of all galleries by release and state of their space.
-        self.gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
+        self.count_gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
         self.registry.register(_GalleryItems(self))
         # Set by the gateway: whether calls are answered, and the gateway is not stopping.
-        self.ready: Callable[[], bool] = lambda: False
+        self.is_ready: Callable[[], bool] = lambda: False
         # The gateway sets its sources.
         self.expiries = Expiries()
         self.registry.register(self.expiries)
@@ -303,18 +303,18 @@ class Metrics:
             "Share of nearest neighbours that the last finished upgrade kept, 0 to 1, by release.",
             ["release"], registry=self.registry,
         )  # fmt: skip
-        self.unforeseen = Counter(
+        self.unexpected_errors = Counter(
             "nobackfill_unforeseen_errors_total", "Unexpected errors, by thread of work.",
             ["thread"], registry=self.registry,
         )  # fmt: skip
         for thread in THREADS:
-            self.unforeseen.labels(thread)
+            self.unexpected_errors.labels(thread)
         self.searches = Counter(
             "nobackfill_searches_total", "Queries answered, by how their space is searched.",
             ["searched"], registry=self.registry,
         )  # fmt: skip
         self.devices = DeviceMetrics(self.registry)
-        self.disk_free = Gauge(
+        self.free_disk_bytes = Gauge(
             "nobackfill_disk_free_bytes", "Free bytes where the data folder is.",
             registry=self.registry,
         )  # fmt: skip
@@ -343,7 +343,7 @@ class Metrics:
         """
         host, port = split_address(address, "metrics_address")
         try:
-            self._server = serve(host, port, self.registry, lambda: self.ready())
+            self._server = serve(host, port, self.registry, lambda: self.is_ready())
         except OSError as error:
             raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}): another program may "
@@ -378,6 +378,6 @@ class _GalleryItems(Collector):
             "Vectors of all galleries, by release and state of their space.",
             labels=["release", "state"],
         )
-        for (release, state), count in self._metrics.gallery_items().items():
+        for (release, state), count in self._metrics.count_gallery_items().items():
             family.add_metric([str(release), state], count)
         yield family

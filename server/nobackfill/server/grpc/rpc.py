@@ -60,40 +60,42 @@ class LaneSize:
     """Set the size of a lane.
 
     Attributes:
-        threads: calls that are worked on at once.
-        places: calls that are worked on or wait.
-        share: largest share of the places for one caller, 0 to 1.
-        reserve: share of the places that only one role may take, for each role, 0 to 1.
-        longest_s: largest age of a stream in seconds.
-        drained: the gateway waits for these calls when it stops.
+        thread_count: calls that are worked on at once.
+        capacity: calls that are worked on or wait.
+        max_caller_share: largest share of the places for one caller, 0 to 1.
+        role_reserve: share of the places that only one role may take, for each role, 0 to 1.
+        max_stream_age_s: largest age of a stream in seconds.
+        drains_on_stop: the gateway waits for these calls when it stops.
     """
 
-    threads: int
-    places: int
-    share: float = 0.5
-    reserve: float = 1 / 16
-    longest_s: float = 24 * 3600.0
-    drained: bool = True
+    thread_count: int
+    capacity: int
+    max_caller_share: float = 0.5
+    role_reserve: float = 1 / 16
+    max_stream_age_s: float = 24 * 3600.0
+    drains_on_stop: bool = True
 
     @property
-    def reserved(self) -> int:
+    def reserved_places(self) -> int:
         """The number of places that only one role may take, rounded down."""
-        return int(self.places * self.reserve)
+        return int(self.capacity * self.role_reserve)
 
 
 # A stream holds a thread, so a lane of streams has as many places as threads. A watch holds no
 # thread, except on a plain server, where its lane has as many places as threads.
-STREAMS: Mapping[str, LaneSize] = {
+STREAM_LANES: Mapping[str, LaneSize] = {
     # PutItems, FetchFile, the vault's blobs.
     "transfers": LaneSize(64, 64, 0.375),
     # Clients renew a watch that has ended. The threads are for reflection.
-    "watches": LaneSize(64, 20_000, longest_s=600.0, drained=False),
+    "watches": LaneSize(64, 20_000, max_stream_age_s=600.0, drains_on_stop=False),
     # Only admins may call it; it lasts as long as the activation.
-    "activations": LaneSize(16, 16, reserve=0, longest_s=float("inf")),
+    "activations": LaneSize(16, 16, role_reserve=0, max_stream_age_s=float("inf")),
     # Watches of the health, open to strangers.
-    "public": LaneSize(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
+    "public": LaneSize(
+        16, 1024, 0.25, role_reserve=0, max_stream_age_s=600.0, drains_on_stop=False
+    ),
 }
-_HEALTH = LaneSize(1, 64, 1.0, reserve=0)
+_HEALTH = LaneSize(1, 64, 1.0, role_reserve=0)
 # Calls that change galleries or the release, or measure for a while.
 _OPERATIONS = LaneSize(4, 32)
 # Threads of unary calls; more of them would only compete for the interpreter.
@@ -138,26 +140,30 @@ _LANES: Mapping[str, str] = {
 class Lane:
     """Hold the threads and places of one kind of call."""
 
-    def __init__(self, name: str, size: LaneSize, *, shared: bool) -> None:
+    def __init__(self, name: str, size: LaneSize, *, limits_callers: bool) -> None:
         """Start one thread; the others start when work needs them. `close` stops them.
 
         Args:
             name: name of the lane, also in messages and names of threads.
             size: its size.
-            shared: callers can be told apart, so each gets its share only, at least one place, and
-                each role has its reserve. Otherwise any caller may take all places.
+            limits_callers: callers can be told apart, so each gets its share only, at least one
+                place, and each role has its reserve. Otherwise any caller may take all places.
         """
         self.name = name
         self.size = size
-        self._shared = shared
-        self._caller_limit = max(1, round(size.places * size.share)) if shared else size.places
+        self._limits_callers = limits_callers
+        self._caller_limit = (
+            max(1, round(size.capacity * size.max_caller_share))
+            if limits_callers
+            else size.capacity
+        )
         self._lock = threading.Lock()
         self._callers: Counter[str] = Counter()
         self._roles: Counter[Role] = Counter()
         self._occupied = 0
         # For a plain server, whose calls have threads of their own.
-        self._turns = threading.Semaphore(size.threads)
-        self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
+        self._turns = threading.Semaphore(size.thread_count)
+        self._pool = ThreadPoolExecutor(size.thread_count, thread_name_prefix=name)
         # One thread from the start, so that queued work always runs.
         self._pool.submit(int)
 
@@ -178,8 +184,8 @@ class Lane:
             if self._callers[caller] >= self._caller_limit or not self._has_place(role):
                 kind = self.name if self.name.endswith("s") else f"{self.name} calls"
                 raise OverloadedError(
-                    f"expected at most {self.size.places} {kind} at once and {self._caller_limit} "
-                    "of one caller, got more; try again with a growing delay"
+                    f"expected at most {self.size.capacity} {kind} at once and "
+                    f"{self._caller_limit} of one caller, got more; try again with a growing delay"
                 )
             self._occupied += 1
             self._callers[caller] += 1
@@ -187,21 +193,21 @@ class Lane:
 
     def _has_place(self, role: Role) -> bool:
         """Tell whether a place is free for a role; the caller holds the lock."""
-        free = self.size.places - self._occupied
-        if self._shared:
+        free = self.size.capacity - self._occupied
+        if self._limits_callers:
             others = (other for other in Role if other != role)
-            free -= sum(max(0, self.size.reserved - self._roles[other]) for other in others)
+            free -= sum(max(0, self.size.reserved_places - self._roles[other]) for other in others)
         return free > 0
 
-    def has_room(self, waiting: int) -> bool:
+    def has_room(self, queued_count: int) -> bool:
         """Tell whether one more call may come that takes no thread.
 
         Takes no lock, so that the answer may be old. Shares of callers and roles are not checked.
 
         Args:
-            waiting: number of such calls that wait now; they count as occupied places.
+            queued_count: number of such calls that wait now; they count as occupied places.
         """
-        return self._occupied + waiting < self.size.places
+        return self._occupied + queued_count < self.size.capacity
 
     def leave(self, caller: str, role: Role) -> None:
         """Release a place that `enter` took for the same caller and role; once for each `enter`."""
@@ -254,7 +260,7 @@ class Lane:
         """Return how many calls have a place beyond the number of threads, at least 0; they wait,
         except watches, which need no thread.
         """
-        return max(0, self._occupied - self.size.threads)
+        return max(0, self._occupied - self.size.thread_count)
 
     def occupied_count(self) -> int:
         """Return the number of calls that have a place, whether they work or wait."""
@@ -270,15 +276,17 @@ class Lane:
 class Lanes:
     """Hold all lanes of a gateway."""
 
-    def __init__(self, max_calls: int, *, shared: bool, plain: bool = False) -> None:
+    def __init__(
+        self, max_calls: int, *, limits_callers: bool, is_plain_server: bool = False
+    ) -> None:
         """Start the lanes, each with one thread; `close` stops them.
 
         Args:
             max_calls: places for unary calls, of each weight: light, heavy and slow.
-            shared: callers can be told apart by tokens. Otherwise only the lane `public` limits
-                callers, by their address.
-            plain: each stream holds a thread, also a watch, so that lanes of streams have as many
-                places as threads.
+            limits_callers: callers can be told apart by tokens. Otherwise only the lane `public`
+                limits callers, by their address.
+            is_plain_server: each stream holds a thread, also a watch, so that lanes of streams have
+                as many places as threads.
         """
         calls = LaneSize(_THREADS, max_calls)
         sizes = {
@@ -286,41 +294,41 @@ class Lanes:
             "slow": calls, "operations": _OPERATIONS,
         }  # fmt: skip
         streams = {
-            name: replace(size, places=size.threads) if plain else size
-            for name, size in STREAMS.items()
+            name: replace(size, capacity=size.thread_count) if is_plain_server else size
+            for name, size in STREAM_LANES.items()
         }
-        self.all = {
+        self.by_name = {
             # Strangers are told apart by their address, with and without tokens.
-            name: Lane(name, size, shared=shared or name == "public")
+            name: Lane(name, size, limits_callers=limits_callers or name == "public")
             for name, size in {**sizes, **streams}.items()
         }
 
-    def lane_of(self, method: str, *, streams: bool) -> Lane:
+    def lane_of(self, method: str, *, is_stream: bool) -> Lane:
         """Return a method's lane; an unknown method has `transfers` or `calls`.
 
         A unary call of another method is light until its message says otherwise.
 
         Args:
             method: /package.Service/Method.
-            streams: the method has a stream.
+            is_stream: the method has a stream.
         """
-        return self.all[_LANES.get(method, "transfers" if streams else "calls")]
+        return self.by_name[_LANES.get(method, "transfers" if is_stream else "calls")]
 
-    def heavier(self, lane: Lane) -> Lane:
+    def heavy_lane(self, lane: Lane) -> Lane:
         """Return the lane for a call with a large message or an image: `heavy` instead of `calls`;
         any other lane is returned as it is.
         """
-        return self.all["heavy"] if lane.name == "calls" else lane
+        return self.by_name["heavy"] if lane.name == "calls" else lane
 
-    def slower(self, lane: Lane) -> Lane:
+    def slow_lane(self, lane: Lane) -> Lane:
         """Return the lane for a search of a slow gallery: `slow` instead of `calls`; any other lane
         is returned as it is.
         """
-        return self.all["slow"] if lane.name == "calls" else lane
+        return self.by_name["slow"] if lane.name == "calls" else lane
 
     def close(self) -> None:
         """Stop all lanes; see Lane.close. Returns at once."""
-        for lane in self.all.values():
+        for lane in self.by_name.values():
             lane.close()
 
 
@@ -329,7 +337,7 @@ class Lanes:
 # interpreter for half a second.
 
 # Most items, ids or queries of one message.
-LARGEST_COUNT = 10_000
+MAX_ITEMS_PER_MESSAGE = 10_000
 # Most other fields of a message.
 _OTHER_FIELDS = 100
 # Most fields at any depth: fifty for each item.
@@ -338,7 +346,7 @@ _MAX_PARTS = 500_000
 # putting its items.
 _SHALLOW = 2 * 2**20
 # Larger messages are decoded on the thread that works for them, not on the one that receives calls.
-LARGE = 64 * 1024
+LARGE_MESSAGE_BYTES = 64 * 1024
 
 
 def checked_parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -359,7 +367,7 @@ def checked_parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
     def read(data: bytes) -> Any:
         # A part takes at least two bytes.
-        if len(data) > 2 * (LARGEST_COUNT + _OTHER_FIELDS):
+        if len(data) > 2 * (MAX_ITEMS_PER_MESSAGE + _OTHER_FIELDS):
             _check_count(data, descriptor)
         try:
             return parse(data)
@@ -380,7 +388,7 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
         InvalidInputError: it has a group, which no field of the protocol is.
     """
     parts = 0
-    limit = LARGEST_COUNT + _OTHER_FIELDS
+    limit = MAX_ITEMS_PER_MESSAGE + _OTHER_FIELDS
     open_messages = [(0, len(data), descriptor)]
     while open_messages:
         start, end, message_type = open_messages.pop()
@@ -405,8 +413,8 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
             parts += 1
             if parts > limit:
                 raise TooLargeError(
-                    f"expected at most {LARGEST_COUNT} items, ids or queries in a message, and "
-                    f"{_MAX_PARTS} values in them, got more; send several messages"
+                    f"expected at most {MAX_ITEMS_PER_MESSAGE} items, ids or queries in a message, "
+                    f"and {_MAX_PARTS} values in them, got more; send several messages"
                 )
         if len(data) <= _SHALLOW:
             return
@@ -450,7 +458,7 @@ _MAX_KEY = 256
 # Longest time (seconds) of a stream whose caller sets no deadline.
 _MAX_STREAM_SECONDS = 24 * 3600.0
 # Longest time (seconds) for a unary call to send its message.
-PATIENCE_S = 20.0
+RECEIVE_TIMEOUT_S = 20.0
 # Most bytes of large messages that are worked on, or wait.
 _MAX_HELD_BYTES = 512 * 2**20
 
@@ -483,29 +491,29 @@ class OpenStream:
     """
 
     def __init__(
-        self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
-        checks_stop: bool, drained: bool,
+        self, context: StreamContext, confirm_caller: Callable[[], None], max_age_s: float, *,
+        checks_stop: bool, drains_on_stop: bool,
     ) -> None:  # fmt: skip
-        """Start to track a stream; nothing ends it until `stop`, `enforce` or a StallMonitor does.
+        """Start to track a stream; `stop`, `stop_if_due` or a StallMonitor ends it.
 
         Args:
             context: the stream's context.
-            confirm: raises a NobackfillError once the caller may not continue.
-            longest_s: largest age in seconds from now; infinite means no limit.
-            checks_stop: its work checks `active`, so it has 1 s to end by itself; otherwise it is
-                cancelled at once.
-            drained: the gateway waits for it when it stops.
+            confirm_caller: raises a NobackfillError once the caller may not continue.
+            max_age_s: largest age in seconds from now; infinite means no limit.
+            checks_stop: its work checks `is_active`, so it has 1 s to end by itself; otherwise it
+                is cancelled at once.
+            drains_on_stop: the gateway waits for it when it stops.
         """
         self.context = context
-        self.confirm = confirm
-        self.ends = time.monotonic() + longest_s
-        self.drained = drained
+        self.confirm_caller = confirm_caller
+        self.ends_at = time.monotonic() + max_age_s
+        self.drains_on_stop = drains_on_stop
         # The error for its caller, if it was ended with one; and whether it was ended because of
         # its age.
-        self.reason: NobackfillError | None = None
-        self.is_old = False
+        self.stop_reason: NobackfillError | None = None
+        self.is_too_old = False
         # Since when it waits for its client; None while it does not.
-        self.waiting: float | None = None
+        self.waiting_since: float | None = None
         # Ends a stream that has no thread.
         self.on_stop: Callable[[], None] | None = None
         self._grace_s = _GRACE_SECONDS if checks_stop else 0.0
@@ -516,7 +524,7 @@ class OpenStream:
         """Whether the stream was asked to end; it may still run."""
         return self._stopped is not None
 
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Tell whether the stream's work continues: it was not asked to end, and its caller is
         connected.
         """
@@ -532,9 +540,9 @@ class OpenStream:
                 galleries or limit of items now.
             NobackfillError: the stream was ended with this error.
         """
-        self.confirm()
-        if self.reason is not None:
-            raise self.reason
+        self.confirm_caller()
+        if self.stop_reason is not None:
+            raise self.stop_reason
 
     def stop(self, reason: NobackfillError | None = None) -> None:
         """Ask the stream to end; a later call cancels it if it still runs after the grace period.
@@ -550,25 +558,25 @@ class OpenStream:
         """
         now = time.monotonic()
         if self._stopped is None:
-            self.reason, self._stopped = reason, now
+            self.stop_reason, self._stopped = reason, now
             if self.on_stop is not None:
                 self.on_stop()
         if now - self._stopped >= self._grace_s:
             self.context.cancel()
 
-    def enforce(self, refusal: NobackfillError | None) -> None:
+    def stop_if_due(self, refusal: NobackfillError | None) -> None:
         """Stop the stream if it must end by now: it is refused, too old, or was asked to end
         before; see `stop`.
 
-        An age above the limit sets `is_old`, and the stream ends without an error.
+        An age above the limit sets `is_too_old`, and the stream ends without an error.
 
         Args:
             refusal: why its caller may not continue; None if it may.
         """
         if refusal is not None:
             self.stop(refusal)
-        if self._stopped is None and time.monotonic() > self.ends:
-            self.is_old = True
+        if self._stopped is None and time.monotonic() > self.ends_at:
+            self.is_too_old = True
             self.stop()
         elif self._stopped is not None:
             # Its work may not have checked yet.
@@ -600,10 +608,10 @@ class StallMonitor:
         After 60 s without a sent or read message it is cancelled.
         """
         with self._lock:
-            self._streams.setdefault(stream.confirm, set()).add(stream)
+            self._streams.setdefault(stream.confirm_caller, set()).add(stream)
         return lambda: self._forget(stream)
 
-    def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
+    def watch_requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Yield the client's messages, and check the caller for each; the wait for each is watched.
 
         It ends when the client ends its stream. Sets and clears `stream.waiting`. A stream that was
@@ -615,17 +623,17 @@ class StallMonitor:
             Exception: whatever `requests` raises, as gRPC does for a cancelled call.
         """
         while True:
-            stream.waiting = time.monotonic()
+            stream.waiting_since = time.monotonic()
             try:
                 request = next(requests)
             except StopIteration:
                 return
             finally:
-                stream.waiting = None
+                stream.waiting_since = None
             stream.check()
             yield request
 
-    def responses(
+    def watch_responses(
         self, responses: Iterator[Any], stream: OpenStream, ended: threading.Event
     ) -> Iterator[Any]:
         """Yield our messages, and check the caller for each; the client's reading is watched.
@@ -647,15 +655,15 @@ class StallMonitor:
         for response in responses:
             if response is None:
                 ended.wait(POLL_SECONDS)
-                if not stream.active():
+                if not stream.is_active():
                     return
                 continue
             stream.check()
-            stream.waiting = time.monotonic()
+            stream.waiting_since = time.monotonic()
             try:
                 yield response
             finally:
-                stream.waiting = None
+                stream.waiting_since = None
 
     def end_all(self) -> None:
         """Ask the streams to end that the gateway does not wait for when it stops; do not wait.
@@ -663,9 +671,9 @@ class StallMonitor:
         Their callers get no error. Work that does not check is cancelled at once, other work 1 s
         later.
         """
-        for _, streams in self._all():
+        for _, streams in self._streams_by_check():
             for stream in streams:
-                if not stream.drained:
+                if not stream.drains_on_stop:
                     stream.stop()
 
     def close(self) -> None:
@@ -673,31 +681,36 @@ class StallMonitor:
         self._stopping.set()
         self._thread.join()
 
-    def _all(self) -> list[tuple[Callable[[], None], list[OpenStream]]]:
+    def _streams_by_check(self) -> list[tuple[Callable[[], None], list[OpenStream]]]:
         with self._lock:
             return [(confirm, list(streams)) for confirm, streams in self._streams.items()]
 
     def _forget(self, stream: OpenStream) -> None:
         with self._lock:
-            streams = self._streams.get(stream.confirm, set())
+            streams = self._streams.get(stream.confirm_caller, set())
             streams.discard(stream)
             if not streams:
-                self._streams.pop(stream.confirm, None)
+                self._streams.pop(stream.confirm_caller, None)
 
     def _watch(self) -> None:
         while not self._stopping.wait(_CHECK_SECONDS):
             with error_boundary(self._metrics, "stalls"):
-                for confirm, streams in self._all():
+                for confirm, streams in self._streams_by_check():
                     self._enforce(_refusal(confirm), streams)
 
     def _enforce(self, refusal: NobackfillError | None, streams: Sequence[OpenStream]) -> None:
         now = time.monotonic()
         for stream in streams:
-            since = stream.waiting
+            since = stream.waiting_since
             # Thousands of quiet streams must not hold the interpreter: this line is all they cost.
-            if refusal is None and since is None and now <= stream.ends and not stream.is_stopped:
+            if (
+                refusal is None
+                and since is None
+                and now <= stream.ends_at
+                and not stream.is_stopped
+            ):
                 continue
-            stream.enforce(refusal)
+            stream.stop_if_due(refusal)
             if since is not None and now - since > self._patience_s:
                 log.warning(
                     "ended a streaming call, because its client has stopped reading or sending"
@@ -720,25 +733,25 @@ class DeferredCall(NamedTuple):
     Attributes:
         deadline: latest time for the answer, on the monotonic clock.
         is_wanted: tells whether the caller still waits.
-        complete: takes the encoded answer, once; None means that the call needs a thread of its
+        send_answer: takes the encoded answer, once; None means that the call needs a thread of its
             own.
     """
 
     deadline: float
     is_wanted: Callable[[], bool]
-    complete: Callable[[bytes | None], None]
+    send_answer: Callable[[bytes | None], None]
 
 
 class DeferredAnswer(NamedTuple):
     """Answer a call on other threads.
 
     Attributes:
-        add: takes the call, without waiting.
-        begin: called once all calls that came together were added.
+        add_call: takes the call, without waiting.
+        begin_batch: called once all calls that came together were added.
     """
 
-    add: Callable[[DeferredCall], None]
-    begin: Callable[[], None]
+    add_call: Callable[[DeferredCall], None]
+    begin_batch: Callable[[], None]
 
 
 # Maps encoded requests with their callers to encoded answers, without waiting, or to what answers
@@ -760,52 +773,52 @@ class RpcMethod:
     """Hold what all calls of one method share.
 
     Attributes:
-        method: /package.Service/Method.
+        path: /package.Service/Method.
         behavior: the service's method.
-        read: decodes a message; raises InvalidInputError and TooLargeError.
-        write: encodes an answer.
+        decode_request: decodes a message; raises InvalidInputError and TooLargeError.
+        encode_answer: encodes an answer.
         reads_stream: the client sends several messages.
         sends_stream: the server sends several messages.
         lane: lane of calls whose message is small and light.
         admission: gives each call a place in a lane.
-        stalls: ends calls whose client sends or reads too slowly.
+        stall_monitor: ends calls whose client sends or reads too slowly.
         metrics: the gateway's metrics.
         max_call_seconds: longest time of a unary call.
-        patience_s: longest time (seconds) for a unary call to send its message.
+        receive_timeout_s: longest time (seconds) for a unary call to send its message.
         is_slow: tells whether searches of a gallery are slow.
         answer_immediately: answers some calls on the thread that receives them; None if it answers
             none.
     """
 
-    method: str
+    path: str
     behavior: Behavior
-    read: Callable[[bytes], Any]
-    write: Callable[[Any], bytes]
+    decode_request: Callable[[bytes], Any]
+    encode_answer: Callable[[Any], bytes]
     reads_stream: bool
     sends_stream: bool
     lane: Lane
     admission: "CallAdmission"
-    stalls: StallMonitor
+    stall_monitor: StallMonitor
     metrics: Metrics
     max_call_seconds: float
-    patience_s: float
+    receive_timeout_s: float
     is_slow: Callable[[str], bool]
     answer_immediately: ImmediateAnswer | None = None
 
     @property
     def is_watch(self) -> bool:
         """Whether a call reports changes: its method is one of WATCHES."""
-        return self.method in WATCHES
+        return self.path in WATCHES
 
     def watch(self, request: Any) -> Iterator[bytes | None]:
         """Yield the encoded messages of a watch; None if nothing has changed. Never sleeps; errors
         of the service's method pass through.
         """
         for response in self.behavior(request, None):
-            yield None if response is None else self.write(response)
+            yield None if response is None else self.encode_answer(response)
 
     @property
-    def streams(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether a call may last as long as its client likes: one side sends several messages."""
         return self.reads_stream or self.sends_stream
 
@@ -816,8 +829,8 @@ class CallAdmission:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         # For a plain server: calls that have a thread, and those whose message is awaited.
-        self.working: set[PlainRpc] = set()
-        self.awaited: set[PlainRpc] = set()
+        self.working_calls: set[PlainRpc] = set()
+        self.calls_awaiting_message: set[PlainRpc] = set()
         self._lock = threading.Lock()
         self._held = 0
 
@@ -840,13 +853,13 @@ class CallAdmission:
             OverloadedError: large messages are being worked on, and with this one they would exceed
                 512 MiB. A single one is never refused.
         """
-        if len(message) > LARGE:
+        if len(message) > LARGE_MESSAGE_BYTES:
             self._hold(rpc, len(message))
-            return self.lanes.heavier(rpc.lane), message
-        request = rpc.read(message)
+            return self.lanes.heavy_lane(rpc.lane), message
+        request = rpc.decode_request(message)
         if rpc.is_heavy(request):
-            return self.lanes.heavier(rpc.lane), request
-        return self.lanes.slower(rpc.lane) if rpc.is_slow(request) else rpc.lane, request
+            return self.lanes.heavy_lane(rpc.lane), request
+        return self.lanes.slow_lane(rpc.lane) if rpc.is_slow(request) else rpc.lane, request
 
     def enter(self, rpc: "Rpc", lane: Lane, peer: bytes | str) -> None:
         """Take a place in a lane, without waiting, until the call has ended.
@@ -886,16 +899,16 @@ class Rpc:
     # Whether gRPC calls the behavior before a unary call's message has arrived.
     awaits_message = False
 
-    def __init__(self, kind: RpcMethod, request_id: str) -> None:
-        self.kind = kind
+    def __init__(self, method: RpcMethod, request_id: str) -> None:
+        self.method = method
         self.request_id = request_id
         self._arrived = time.monotonic()
         self._endings: list[Callable[[], None]] = []
         self.principal = LOCAL
-        self.read = kind.read
-        self.answer_immediately = kind.answer_immediately
-        self.lane = kind.lane
-        self.reads_stream = kind.reads_stream
+        self.decode_request = method.decode_request
+        self.answer_immediately = method.answer_immediately
+        self.lane = method.lane
+        self.reads_stream = method.reads_stream
         # The caller whose share of a lane it takes; empty means its address.
         self.caller = ""
         # The session that the caller names; None without one.
@@ -912,9 +925,9 @@ class Rpc:
 
     def time_limit_s(self) -> float:
         """Return the longest time for the answer of a unary call, in seconds from its arrival."""
-        return self.kind.max_call_seconds
+        return self.method.max_call_seconds
 
-    def accept(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
+    def accept_caller(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
         """Accept the caller; from now on its share of a lane is that of its token.
 
         Args:
@@ -938,7 +951,7 @@ class Rpc:
         """
         for ending in self._endings:
             ending()
-        self.kind.metrics.calls.count(self.kind.method, code, time.monotonic() - self._arrived)
+        self.method.metrics.calls.count(self.method.path, code, time.monotonic() - self._arrived)
         if self.trace is not None:
             self.trace.end(code, self.request_id)
 
@@ -958,17 +971,17 @@ class Rpc:
         A search that sets `accuracy` is slow. A request without `query` or `queries` is none.
         """
         searches = hasattr(request, "query") or hasattr(request, "queries")
-        return searches and (request.HasField("accuracy") or self.kind.is_slow(request.gallery))
+        return searches and (request.HasField("accuracy") or self.method.is_slow(request.gallery))
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        if self.kind.sends_stream:
+        if self.method.sends_stream:
             return self._answer_stream(argument, context)
         return self._answer_unary(argument, context)
 
     def _answer_unary(self, argument: Any, context: grpc.ServicerContext) -> Any:
         code = grpc.StatusCode.OK
         try:
-            return self.kind.behavior(self._enter(argument, context), context)
+            return self.method.behavior(self._enter(argument, context), context)
         except Exception as error:  # noqa: BLE001 - only here and in `_answer_stream`
             code = self._code(error, context)
             self._refuse(context, error, code)
@@ -984,11 +997,11 @@ class Rpc:
             ended = threading.Event()
             if not context.add_callback(ended.set):
                 ended.set()
-            responses = self.kind.behavior(request, context)
-            yield from self.kind.stalls.responses(responses, stream, ended)
-            if stream.reason is not None:
-                raise stream.reason
-            if stream.is_old:
+            responses = self.method.behavior(request, context)
+            yield from self.method.stall_monitor.watch_responses(responses, stream, ended)
+            if stream.stop_reason is not None:
+                raise stream.stop_reason
+            if stream.is_too_old:
                 context.set_trailing_metadata(((WATCH_AGAIN_TRAILER, "1"),))
         except GeneratorExit:
             code = grpc.StatusCode.CANCELLED
@@ -1002,26 +1015,31 @@ class Rpc:
     def _enter(self, argument: Any, context: grpc.ServicerContext) -> Any:
         """Prepare the call; returns the message, or an iterator over the messages."""
         if self.trace is not None:
-            self.trace.queued()
+            self.trace.end_queue_part()
         if self.refusal is not None:
             raise self.refusal
         argument = self._take_place(argument, context)
-        limit = _MAX_STREAM_SECONDS if self.kind.streams else self.kind.max_call_seconds
+        limit = _MAX_STREAM_SECONDS if self.method.is_streaming else self.method.max_call_seconds
         remaining = min(context.time_remaining(), self._arrived + limit - time.monotonic())
         if not context.is_active() or remaining <= 0:
             raise DeadlineError(
                 "the call's deadline passed before its turn came, because the gateway has much "
                 "work; allow more time, or try again later"
             )
-        active = self.open_stream(context).active if self.kind.streams else context.is_active
+        active = (
+            self.open_stream(context).is_active if self.method.is_streaming else context.is_active
+        )
         key = (self.session or self.caller or self.request_id)[:_MAX_KEY]
         call = calls.Call(
             self.principal, time.monotonic() + remaining, active, key, self.request_id, self.trace
         )
         calls.set_current_call(call)
-        if self._open is not None and self.kind.reads_stream:
-            return map(self.message, self.kind.stalls.requests(argument, self._open))
-        return self.message(argument)
+        if self._open is not None and self.method.reads_stream:
+            return map(
+                self.decode_and_check,
+                self.method.stall_monitor.watch_requests(argument, self._open),
+            )
+        return self.decode_and_check(argument)
 
     def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:
         """Give the call its place, unless it got one when it arrived; returns its argument."""
@@ -1036,14 +1054,18 @@ class Rpc:
         """
         size = self.lane.size
         # gRPC's own services do not check whether they must end.
-        checks_stop = self.kind.is_watch or self.kind.method.startswith("/nobackfill.")
+        checks_stop = self.method.is_watch or self.method.path.startswith("/nobackfill.")
         stream = self._open = OpenStream(
-            context, self._confirm, size.longest_s, checks_stop=checks_stop, drained=size.drained
+            context,
+            self._confirm,
+            size.max_stream_age_s,
+            checks_stop=checks_stop,
+            drains_on_stop=size.drains_on_stop,
         )
-        self.on_end(self.kind.stalls.watch(stream))
+        self.on_end(self.method.stall_monitor.watch(stream))
         return stream
 
-    def message(self, argument: Any) -> Any:
+    def decode_and_check(self, argument: Any) -> Any:
         """Return a decoded request, once the caller may make it. A decoded argument is not decoded
         again.
 
@@ -1052,8 +1074,8 @@ class Rpc:
             TooLargeError: the message has too many parts.
             NotPermittedError: the caller's role is not for the gallery.
         """
-        request = self.read(argument) if isinstance(argument, bytes) else argument
-        check_gallery(self.kind.method, self.principal, request)
+        request = self.decode_request(argument) if isinstance(argument, bytes) else argument
+        check_gallery(self.method.path, self.principal, request)
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
@@ -1065,7 +1087,7 @@ class Rpc:
 
     def _reason(self, error: Exception) -> Exception:
         """Return why the stream was ended, if it was: its work then raised only that."""
-        return self._open.reason or error if self._open is not None else error
+        return self._open.stop_reason or error if self._open is not None else error
 
     def _refuse(
         self, context: grpc.ServicerContext, error: Exception, code: grpc.StatusCode
@@ -1074,7 +1096,7 @@ class Rpc:
         is_unexpected = code is grpc.StatusCode.INTERNAL
         level = log.exception if is_unexpected else log.warning
         if self.refusal is None or _unworked.allows():
-            level("refused", method=self.kind.method, code=code.name, error=type(error).__name__)
+            level("refused", method=self.method.path, code=code.name, error=type(error).__name__)
         status = rpc_status.to_status(grpc_status_of(error, self.request_id))
         metadata = (*status.trailing_metadata, ("x-request-id", self.request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))
@@ -1090,25 +1112,27 @@ class PlainRpc(Rpc):
     awaits_message = True
 
     def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        admission, lane, request = self.kind.admission, self.lane, argument
-        admission.working.add(self)
-        if not context.add_callback(lambda: admission.working.discard(self)):
-            admission.working.discard(self)
-        if not self.kind.reads_stream:
+        admission, lane, request = self.method.admission, self.lane, argument
+        admission.working_calls.add(self)
+        if not context.add_callback(lambda: admission.working_calls.discard(self)):
+            admission.working_calls.discard(self)
+        if not self.method.reads_stream:
             lane, request = admission.choose_lane(self, self._receive(argument, context))
         admission.enter(self, lane, context.peer())
-        if not self.kind.streams:
+        if not self.method.is_streaming:
             # A stream has its thread until it ends.
-            lane.take_turn(min(context.time_remaining(), self.kind.max_call_seconds))
+            lane.take_turn(min(context.time_remaining(), self.method.max_call_seconds))
             self.on_end(lane.end_turn)
         return request
 
     def _receive(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Wait for the one message; the call is ended if it does not arrive in time."""
-        kind, awaited = self.kind, self.kind.admission.awaited
+        method, awaited = self.method, self.method.admission.calls_awaiting_message
         # A message that is under way when the gateway stops may still arrive.
-        waiting = OpenStream(context, _accept, kind.patience_s, checks_stop=True, drained=False)
-        stop_watching = kind.stalls.watch(waiting)
+        waiting = OpenStream(
+            context, _accept, method.receive_timeout_s, checks_stop=True, drains_on_stop=False
+        )
+        stop_watching = method.stall_monitor.watch(waiting)
         awaited.add(self)
         try:
             return next(messages)
@@ -1145,12 +1169,12 @@ class Interceptor(grpc.ServerInterceptor):
         tokens: Tokens | None,
         max_calls: int,
         max_call_seconds: float,
-        patience_s: float = PATIENCE_S,
+        receive_timeout_s: float = RECEIVE_TIMEOUT_S,
         is_slow: Callable[[str], bool] = lambda _gallery: False,
         immediate_answers: Mapping[str, ImmediateAnswer] = MappingProxyType({}),
         tracing: Tracing | None = None,
         *,
-        plain: bool = False,
+        is_plain_server: bool = False,
     ) -> None:
         """Make the lanes, and start their threads and the one that ends stalled streams; `close`
         stops them.
@@ -1160,31 +1184,34 @@ class Interceptor(grpc.ServerInterceptor):
             tokens: the tokens; None accepts everybody as an administrator.
             max_calls: most unary calls of each kind at once.
             max_call_seconds: longest time for a unary call.
-            patience_s: longest time in seconds for a unary call to send its message; 20 by default.
+            receive_timeout_s: longest time in seconds for a unary call to send its message; 20 by
+                default.
             is_slow: tells whether searches of a gallery are slow; these have a lane of their own.
                 By default none is.
             immediate_answers: by method, what answers calls on the thread that receives them; none
                 by default.
             tracing: takes the spans of calls; None means no traces.
-            plain: a plain `grpc.server` serves, not that of loop.py.
+            is_plain_server: a plain `grpc.server` serves, not that of loop.py.
         """
-        self.plain = plain
+        self.is_plain_server = is_plain_server
         self.max_calls = max_calls
-        self.patience_s = patience_s
+        self.receive_timeout_s = receive_timeout_s
         self._is_slow = is_slow
         self._immediate_answers = immediate_answers
         self._tracing = tracing
         self.metrics = metrics
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
-        self.lanes = Lanes(max_calls, shared=tokens is not None, plain=plain)
+        self.lanes = Lanes(
+            max_calls, limits_callers=tokens is not None, is_plain_server=is_plain_server
+        )
         self.admission = CallAdmission(self.lanes)
-        self.stalls = StallMonitor(metrics)
+        self.stall_monitor = StallMonitor(metrics)
         self._draining = False
-        self._kinds: dict[str, tuple[RpcMethod, Handler]] = {}
-        self.count_awaited(lambda: len(self.admission.awaited))
+        self._methods: dict[str, tuple[RpcMethod, Handler]] = {}
+        self.set_awaited_counter(lambda: len(self.admission.calls_awaiting_message))
 
-    def count_awaited(self, awaited: Callable[[], int]) -> None:
+    def set_awaited_counter(self, awaited: Callable[[], int]) -> None:
         """Export the number of calls whose message has not arrived, with the lanes' numbers;
         replaces what was exported before.
 
@@ -1195,7 +1222,7 @@ class Interceptor(grpc.ServerInterceptor):
             "message": (awaited, awaited),
             **{
                 name: (lane.occupied_count, lane.waiting_count)
-                for name, lane in self.lanes.all.items()
+                for name, lane in self.lanes.by_name.items()
             },
         }
 
@@ -1211,68 +1238,68 @@ class Interceptor(grpc.ServerInterceptor):
         Sets the request's id for the log of this thread.
         """
         method = str(handler_call_details.method)
-        entry = self._kinds.get(method)
+        entry = self._methods.get(method)
         if entry is None:
             handler = continuation(handler_call_details)
             if handler is None:
                 self.metrics.calls.count_unknown_method()
                 return None
-            entry = self._kinds[method] = (self._kind(method, handler), handler)
+            entry = self._methods[method] = (self._make_method(method, handler), handler)
         handling = self._handling(entry, handler_call_details.invocation_metadata)
         request_id.set(handling.rpc.request_id)
         return handling
 
-    def arrive(self, method: str, metadata: Metadata) -> "RpcHandler | None":
+    def immediate_handler(self, method: str, metadata: Metadata) -> "RpcHandler | None":
         """Return how a call is handled that may be answered where it arrives.
 
         Returns None if it is handled as any other call. That is so if its method has no immediate
         answer or was not called before, if calls are traced, or if it is refused. A call that is
         returned was counted for its token's rate. The request's id is not set for the log.
         """
-        entry = self._kinds.get(method)
+        entry = self._methods.get(method)
         if entry is None or entry[0].answer_immediately is None or self._tracing is not None:
             return None
         handling = self._handling(entry, metadata)
         return handling if handling.rpc.refusal is None else None
 
     def _handling(self, entry: "tuple[RpcMethod, Handler]", metadata: Metadata) -> "RpcHandler":
-        kind, handler = entry
+        method, handler = entry
         headers = dict(metadata)
-        rpc_class = PlainRpc if self.plain else Rpc
-        rpc = rpc_class(kind, _request_name(_text(headers.get("x-request-id"))))
+        rpc_class = PlainRpc if self.is_plain_server else Rpc
+        rpc = rpc_class(method, _request_name(_text(headers.get("x-request-id"))))
         rpc.session = _text(headers.get("x-session"))
         if self._tracing is not None:
-            rpc.trace = CallTrace(self._tracing, kind.method, headers)
+            rpc.trace = CallTrace(self._tracing, method.path, headers)
         try:
             if self._draining:
                 raise UnavailableError(
                     "the gateway is stopping; call another gateway, or try again later"
                 )
             tokens, authorization = self._tokens, _text(headers.get("authorization"))
-            principal = authorize(kind.method, tokens, authorization)
+            principal = authorize(method.path, tokens, authorization)
             confirm = None
-            if tokens is not None and RULES[kind.method] is not None:
+            if tokens is not None and RULES[method.path] is not None:
                 confirm = TokenRecheck(tokens, authorization, principal)
-            rpc.accept(principal, confirm)
+            rpc.accept_caller(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
-        return RpcHandler(handler, rpc, kind.write)
+        return RpcHandler(handler, rpc, method.encode_answer)
 
     def drain(self) -> None:
         """Refuse new calls with UnavailableError, and end streams that the gateway does not wait
         for, because it stops. Waits for no call, and cannot be undone.
         """
         self._draining = True
-        self.stalls.end_all()
+        self.stall_monitor.end_all()
 
     def close(self) -> None:
         """Stop the threads once their calls have ended; waits only for the thread that ends stalled
         streams. Work that waits for a thread is dropped.
         """
-        self.stalls.close()
+        self.stall_monitor.close()
         self.lanes.close()
 
-    def _kind(self, method: str, handler: Handler) -> RpcMethod:
+    def _make_method(self, method: str, handler: Handler) -> RpcMethod:
         streams = bool(handler.request_streaming or handler.response_streaming)
         behavior = (
             handler.unary_unary
@@ -1283,18 +1310,18 @@ class Interceptor(grpc.ServerInterceptor):
         assert behavior is not None, "gRPC has four kinds of calls"
         assert handler.request_deserializer is not None, "generated code has one"
         return RpcMethod(
-            method=method,
+            path=method,
             behavior=behavior,
-            read=checked_parser(handler.request_deserializer),
-            write=_serializer(handler.response_serializer),
+            decode_request=checked_parser(handler.request_deserializer),
+            encode_answer=_serializer(handler.response_serializer),
             reads_stream=bool(handler.request_streaming),
             sends_stream=bool(handler.response_streaming),
-            lane=self.lanes.lane_of(method, streams=streams),
+            lane=self.lanes.lane_of(method, is_stream=streams),
             admission=self.admission,
-            stalls=self.stalls,
+            stall_monitor=self.stall_monitor,
             metrics=self.metrics,
             max_call_seconds=self._max_call_seconds,
-            patience_s=self.patience_s,
+            receive_timeout_s=self.receive_timeout_s,
             is_slow=self._is_slow,
             answer_immediately=self._immediate_answers.get(method),
         )
@@ -1307,11 +1334,11 @@ class RpcHandler(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in 
 
     request_deserializer = None
 
-    def __init__(self, handler: Handler, rpc: Rpc, write: Callable[[Any], bytes]) -> None:
+    def __init__(self, handler: Handler, rpc: Rpc, encode_answer: Callable[[Any], bytes]) -> None:
         self.rpc = rpc
         self.request_streaming = handler.request_streaming or rpc.awaits_message
         self.response_streaming = handler.response_streaming
-        self.response_serializer = self.write = write
+        self.response_serializer = self.encode_answer = encode_answer
         # gRPC uses the one that the two flags select.
         self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
 

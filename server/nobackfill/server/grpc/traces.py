@@ -65,14 +65,14 @@ class CallTrace:
         self._began, self._offset = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
         self._parts: list[tuple[str, int, int]] = []
 
-    def queued(self) -> None:
+    def end_queue_part(self) -> None:
         """Record that a thread has taken the call: the part `queue` lasts from its arrival until
         now. Call it once.
         """
         self._parts.append(("queue", self._began, time.monotonic_ns()))
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def record_part(self, name: str) -> Iterator[None]:
         """Record the block as a part of the call, also if it raises; the error passes.
 
         Args:

@@ -772,7 +772,7 @@ class Activations:
         except Exception as error:
             reason = f"unexpected {type(error).__name__}; the gateway's log has the traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
-            self._parts.metrics.unforeseen.labels("activation").inc()
+            self._parts.metrics.unexpected_errors.labels("activation").inc()
             record_failure(self._parts, release, reason, run.leadership, run.cancel_event)
             return Phase.FAILED, reason
         run.leadership.close()

@@ -571,9 +571,11 @@ class Operations:
     def _expiries(self) -> list[tuple[str, str, bool]]:
         """Return names with their ends, ordered by time, and whether each is within 14 days."""
         expiries = self._metrics.expiries
-        ends = {f"metadata {role}": end for role, end in expiries.metadata().items()}
-        ends |= {f"certificate {name}": end for name, end in expiries.certificates().items()}
-        token = expiries.tokens()
+        ends = {f"metadata {role}": end for role, end in expiries.metadata_expiries().items()}
+        ends |= {
+            f"certificate {name}": end for name, end in expiries.certificate_expiries().items()
+        }
+        token = expiries.first_token_expiry()
         if token is not None:
             ends["the first of the tokens"] = token
         soon = datetime.now(UTC) + _SOON

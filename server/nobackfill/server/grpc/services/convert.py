@@ -24,14 +24,14 @@ from nobackfill.wire.values import OLD_GATEWAY_KEY, Values, fill_value, read_sca
 _LAST = 253_402_300_799
 
 
-def keys_of(fields: types.Fields | None) -> Collection[str] | None:
+def requested_metadata_keys(fields: types.Fields | None) -> Collection[str] | None:
     """Return the metadata keys that an answer includes; None, for a message that is not set, means
     all. Empty means none.
     """
     return None if fields is None else frozenset(fields.keys)
 
 
-def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
+def fill_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
     """Encode an item's metadata.
 
     Keys that the item does not have are left out. NaN and infinity are written as they are.
@@ -50,7 +50,7 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
             fill_value(value, into[key])
 
 
-def from_filter(filtered: types.Filter) -> Filter | None:
+def parse_filter(message: types.Filter) -> Filter | None:
     """Parse a filter; None if every item passes.
 
     Clients add a condition with the key OLD_GATEWAY_KEY, by which older gateways refuse; it is
@@ -59,8 +59,8 @@ def from_filter(filtered: types.Filter) -> Filter | None:
     Raises:
         InvalidInputError: a condition or an expression has no test, or an invalid value or time.
     """
-    parts = [_condition(one) for one in filtered.conditions if one.key != OLD_GATEWAY_KEY]
-    expression = _expression(filtered.expression) if filtered.HasField("expression") else None
+    parts = [_condition(one) for one in message.conditions if one.key != OLD_GATEWAY_KEY]
+    expression = _expression(message.expression) if message.HasField("expression") else None
     if expression is None:
         return All(tuple(parts)) if parts else None
     return All((*parts, expression)) if parts else expression
@@ -122,7 +122,7 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
     return bounds_us
 
 
-def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
+def fill_space_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
     """Fill in when queries of a space end; without an announced end the message stays unset.
 
     Args:

@@ -27,12 +27,12 @@ from nobackfill.server.galleries.item_writer import (
 from nobackfill.server.galleries.plan import RANK_FUSION_KEY, SOURCE_KEY
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Role, current_call, without_folders
-from nobackfill.server.grpc.rpc import LARGEST_COUNT
+from nobackfill.server.grpc.rpc import MAX_ITEMS_PER_MESSAGE
 from nobackfill.server.grpc.services.convert import (
-    from_filter,
-    keys_of,
-    to_end,
-    to_metadata,
+    fill_metadata,
+    fill_space_end,
+    parse_filter,
+    requested_metadata_keys,
 )
 from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.registration import HealingSource
@@ -44,23 +44,23 @@ from nobackfill.v1 import types_pb2 as types
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from nobackfill.wire.values import ORIGINS, read_metadata_value
 
-LARGEST_CHANGE = 10_000
-LARGEST_PAGE = 1000
-DEFAULT_PAGE = 100
+MAX_CHANGED_IDS = 10_000
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
 # A page ends with the item that makes it larger than this.
 PAGE_BYTES = 1 << 20
 # Items that are read at once; each may have 64 KiB of metadata.
-_READ = 50
+_ITEMS_PER_READ = 50
 
 
-def get(hosted: HostedGallery, name: str) -> pb.GetItemResponse:
+def get(hosted: HostedGallery, item_id: str) -> pb.GetItemResponse:
     """Read an item: its metadata, its spaces, and the origin of its vector in the active space.
 
     Without a vector there, origin and uncertainty stay unset.
 
     Args:
         hosted: the gallery.
-        name: id of the item.
+        item_id: id of the item.
 
     Raises:
         NotFoundError: the gallery has no such item, or was deleted.
@@ -71,30 +71,30 @@ def get(hosted: HostedGallery, name: str) -> pb.GetItemResponse:
         IncompatibleSpaceError: the active space was deleted meanwhile.
         ConfigurationError: the database refuses the statement, as without rights.
     """
-    entry = hosted.store.get(name)
+    entry = hosted.store.get(item_id)
     if entry is None:
         raise NotFoundError(
-            f"gallery {hosted.name!r} has no item with the id {name[:80]!r}; ListItems lists its "
-            "items"
+            f"gallery {hosted.name!r} has no item with the id {item_id[:80]!r}; ListItems lists "
+            "its items"
         )
     item = hosted.store.items([entry.label], hosted.active_spec().space)[0] or entry
     response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
-    to_metadata(item.metadata, None, response.metadata)
+    fill_metadata(item.metadata, None, response.metadata)
     _fill_vector(item, response)
     return response
 
 
-def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
+def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     """List a page of items, in the order in which they were put, or the least certain first.
 
-    A page ends after DEFAULT_PAGE (100) items if the request has no page size, or early once it has
-    PAGE_BYTES (1 MiB). An empty next_page_token ends the list; a page before the last may be the
-    last one that has items. Items that are put or deleted between two pages may be missing or
+    A page ends after DEFAULT_PAGE_SIZE (100) items if the request has no page size, or early once
+    it has PAGE_BYTES (1 MiB). An empty next_page_token ends the list; a page before the last may be
+    the last one that has items. Items that are put or deleted between two pages may be missing or
     listed.
 
     Args:
         hosted: the gallery.
-        request: the request; its page size is at most LARGEST_PAGE (1000).
+        request: the request; its page size is at most MAX_PAGE_SIZE (1000).
 
     Raises:
         InvalidInputError: the page size, order, token or filter is not valid.
@@ -108,9 +108,9 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
         IncompatibleSpaceError: the active space was deleted meanwhile.
         ConfigurationError: the database refuses the statement, as without rights.
     """
-    if request.page_size > LARGEST_PAGE:
+    if request.page_size > MAX_PAGE_SIZE:
         raise InvalidInputError(
-            f"page_size: expected at most {LARGEST_PAGE} items, got {request.page_size}; send "
+            f"page_size: expected at most {MAX_PAGE_SIZE} items, got {request.page_size}; send "
             "several requests with the page_token"
         )
     if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
@@ -124,23 +124,23 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
         if request.page_token
         else None
     )
-    filtered = from_filter(request.filter)
+    filtered = parse_filter(request.filter)
     matches = None if filtered is None else hosted.filtering.find_matches(filtered)
-    keys = keys_of(request.fields if request.HasField("fields") else None)
+    keys = requested_metadata_keys(request.fields if request.HasField("fields") else None)
     response, size = pb.ListItemsResponse(), 0
-    remaining = request.page_size or DEFAULT_PAGE
+    remaining = request.page_size or DEFAULT_PAGE_SIZE
     while remaining > 0:
         context.current_call().check()
         listed, place = hosted.store.list_page(
             hosted.active_spec().space,
-            min(remaining, _READ),
+            min(remaining, _ITEMS_PER_READ),
             start_after=place,
             matches=matches,
             least_certain=least_certain,
         )
         for item, item_place in listed:
             message = response.items.add(id=item.id)
-            to_metadata(item.metadata, keys, message.metadata)
+            fill_metadata(item.metadata, keys, message.metadata)
             _fill_vector(item, message)
             remaining -= 1
             size += message.ByteSize()
@@ -153,12 +153,12 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
     return response
 
 
-def count(hosted: HostedGallery, filtered: types.Filter) -> int:
+def count_items(hosted: HostedGallery, filter_message: types.Filter) -> int:
     """Count the items that pass a filter; all items without a condition, with or without a vector.
 
     Args:
         hosted: the gallery.
-        filtered: the filter.
+        filter_message: the filter.
 
     Raises:
         InvalidInputError: the filter is not valid.
@@ -169,7 +169,7 @@ def count(hosted: HostedGallery, filtered: types.Filter) -> int:
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         ConfigurationError: the database refuses the statement, as without rights.
     """
-    conditions = from_filter(filtered)
+    conditions = parse_filter(filter_message)
     return (
         hosted.store.count()
         if conditions is None
@@ -193,7 +193,7 @@ def delete(hosted: HostedGallery, request: pb.DeleteItemsRequest) -> int:
     Raises:
         InvalidInputError: ids and filter are both given, or the filter has no condition or is not
             valid.
-        TooLargeError: there are more than LARGEST_CHANGE ids.
+        TooLargeError: there are more than MAX_CHANGED_IDS ids.
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
         DeadlineError: the call's time is over.
@@ -226,7 +226,7 @@ def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
     Raises:
         InvalidInputError: ids and filter are both given, or both missing; a key is set and removed;
             or a key, a value or the filter is not valid.
-        TooLargeError: there are more than LARGEST_CHANGE ids.
+        TooLargeError: there are more than MAX_CHANGED_IDS ids.
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
         DeadlineError: the call's time is over.
@@ -257,13 +257,13 @@ def _select_items(
     hosted: HostedGallery, request: pb.DeleteItemsRequest | pb.SetMetadataRequest
 ) -> Selection:
     if not request.HasField("filter"):
-        if len(request.ids) > LARGEST_CHANGE:
+        if len(request.ids) > MAX_CHANGED_IDS:
             raise TooLargeError(
-                f"ids: expected at most {LARGEST_CHANGE} in one call, got {len(request.ids)}; send "
-                "several calls"
+                f"ids: expected at most {MAX_CHANGED_IDS} in one call, got {len(request.ids)}; "
+                "send several calls"
             )
         return edits.select_ids(hosted.store, list(request.ids))
-    filtered = from_filter(request.filter)
+    filtered = parse_filter(request.filter)
     if request.ids or filtered is None or not check_filter(filtered):
         raise InvalidInputError(
             "items to change: expected either ids or a filter with at least one condition, because "
@@ -280,7 +280,7 @@ def _fill_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> 
         into.uncertainty = item.uncertainty
 
 
-def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
+def parse_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
     """Parse the source of an UpdateGallery request; the address is not checked, and nothing is
     opened.
 
@@ -306,15 +306,15 @@ def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
     )
 
 
-def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource:
+def source_message(source: HealingSource, *, includes_address: bool) -> gallery_pb2.ItemSource:
     """Encode a source with its limits.
 
     Args:
         source: the source.
-        address: include the address, for callers that may see it; otherwise it is empty.
+        includes_address: include the address, for callers that may see it; otherwise it is empty.
     """
     message = gallery_pb2.ItemSource(
-        address=source.address if address else "",
+        address=source.address if includes_address else "",
         hits=source.hits,
         bytes_a_query=source.bytes_a_query,
         concurrency=source.concurrency,
@@ -324,7 +324,7 @@ def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource
     return message
 
 
-def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
+def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
     """Encode the progress of re-embedding; only callers with the role admin see the last failure.
 
     Numbers that are not known yet stay unset. The caller is that of the present call.
@@ -419,7 +419,7 @@ class GalleryService(GalleryServiceServicer):
             if request.HasField("exact_distances"):
                 hosted.set_exact_distances(request.exact_distances)
             if request.HasField("source"):
-                self._lifecycle.set_source(hosted, from_source(request.source))
+                self._lifecycle.set_source(hosted, parse_source(request.source))
                 self._audit("register a source of", f"gallery {request.name}")
             if request.HasField("both_models"):
                 self._lifecycle.set_rank_fusion(hosted, request.both_models)
@@ -454,7 +454,7 @@ class GalleryService(GalleryServiceServicer):
         this machine. A source that a newer version registered is left out, and the note says so.
 
         Raises:
-            InvalidInputError: the page size is above LARGEST_PAGE (1000).
+            InvalidInputError: the page size is above MAX_PAGE_SIZE (1000).
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
@@ -462,15 +462,15 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement.
         """
         galleries, caller = self._galleries, current_call().principal
-        if request.page_size > LARGEST_PAGE:
+        if request.page_size > MAX_PAGE_SIZE:
             raise InvalidInputError(
-                f"page_size: expected at most {LARGEST_PAGE} galleries, got {request.page_size}; "
+                f"page_size: expected at most {MAX_PAGE_SIZE} galleries, got {request.page_size}; "
                 "send several requests with the page_token"
             )
         names = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
-        page = names[: request.page_size or None]
+        listed_names = names[: request.page_size or None]
         response = pb.ListGalleriesResponse()
-        for name in page:
+        for name in listed_names:
             current_call().check()
             if reason := galleries.quarantine_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
@@ -484,8 +484,8 @@ class GalleryService(GalleryServiceServicer):
             except (VerificationError, CannotWriteError) as error:
                 # The file of one gallery must not hide the others.
                 response.galleries.add(name=name, set_aside=without_folders(str(error)))
-        if len(names) > len(page):
-            response.next_page_token = page[-1]
+        if len(names) > len(listed_names):
+            response.next_page_token = listed_names[-1]
         return response
 
     def DeleteGallery(  # noqa: N802
@@ -580,7 +580,7 @@ class GalleryService(GalleryServiceServicer):
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
-        """List a page of items; see `page` for its order and its end.
+        """List a page of items; see `list_items_page` for its order and its end.
 
         Raises:
             InvalidInputError: the page size, order, token or filter is not valid.
@@ -595,7 +595,7 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            return page(hosted, request)
+            return list_items_page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
@@ -612,7 +612,7 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            return pb.CountItemsResponse(items=count(hosted, request.filter))
+            return pb.CountItemsResponse(items=count_items(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
@@ -622,7 +622,7 @@ class GalleryService(GalleryServiceServicer):
         Raises:
             InvalidInputError: ids and filter are both given, or both missing; or a key, a value or
                 the filter is not valid.
-            TooLargeError: there are more than LARGEST_CHANGE (10,000) ids.
+            TooLargeError: there are more than MAX_CHANGED_IDS (10,000) ids.
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside or damaged.
             BusyError: the store is locked for too long.
@@ -645,7 +645,7 @@ class GalleryService(GalleryServiceServicer):
         Raises:
             InvalidInputError: ids and filter are both given, or the filter has no condition or is
                 not valid.
-            TooLargeError: there are more than LARGEST_CHANGE (10,000) ids.
+            TooLargeError: there are more than MAX_CHANGED_IDS (10,000) ids.
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside or damaged.
             BusyError: the store is locked for too long.
@@ -677,9 +677,9 @@ def _parse_items(request: pb.PutItemsRequest) -> tuple[list[NewItem], list[pb.It
     Raises:
         TooLargeError: there are too many items.
     """
-    if len(request.items) > LARGEST_COUNT:
+    if len(request.items) > MAX_ITEMS_PER_MESSAGE:
         raise TooLargeError(
-            f"PutItems: expected at most {LARGEST_COUNT} items in a message, got "
+            f"PutItems: expected at most {MAX_ITEMS_PER_MESSAGE} items in a message, got "
             f"{len(request.items)}; send several messages"
         )
     item_writers, errors = [], []
@@ -732,7 +732,9 @@ def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
     if source := hosted.state_value(SOURCE_KEY):
         is_admin = current_call().principal.role is Role.ADMIN
         try:
-            gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
+            gallery.source.CopyFrom(
+                source_message(HealingSource.from_state(source), includes_address=is_admin)
+            )
         except VerificationError as error:
             gallery.note = "; ".join(filter(None, (gallery.note, str(error))))
     gallery.created.FromSeconds(int(hosted.state_value(CREATED_KEY) or 0))
@@ -743,7 +745,7 @@ def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
             items=counts.get(info.spec.space, 0),
             state=_STATES[info.state],
         )
-        to_end(info.spec.space, ends, space.ends_at)
+        fill_space_end(info.spec.space, ends, space.ends_at)
         if info.spec.space in views:
             counts_by_index = count_index(views[info.spec.space])
             space.index.CopyFrom(

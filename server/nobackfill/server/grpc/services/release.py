@@ -18,7 +18,7 @@ from nobackfill.server.canary.comparison import (
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.context import current_call
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.services.convert import to_end
+from nobackfill.server.grpc.services.convert import fill_space_end
 from nobackfill.server.rollout.activation import Activations, check_canary
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.rollout import Phase, RolloutEvent, describe_share
@@ -34,7 +34,7 @@ _STATES = {
 }
 
 
-def from_canary(message: pb.Canary) -> Canary:
+def parse_canary(message: pb.Canary) -> Canary:
     """Parse the settings of a canary; bounds of 0 mean the defaults.
 
     Raises:
@@ -57,7 +57,7 @@ def from_canary(message: pb.Canary) -> Canary:
     return canary
 
 
-def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResponse:
+def canary_message(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResponse:
     """Encode the report of a canary.
 
     Args:
@@ -114,7 +114,9 @@ _FAILURES = {
 }
 
 
-def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool) -> None:
+def count_sync_report(
+    report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool
+) -> None:
     """Count a device's report of a sync in the metrics; nothing else is stored.
 
     A sync whose probes did not pass counts as the failure `probes`. Its seconds count only without
@@ -149,7 +151,7 @@ def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published
         failure = "probes"
     metrics.devices.syncs.labels(release, failure).inc()
     if failure == "none":
-        metrics.devices.seconds.labels(release).observe(report.seconds)
+        metrics.devices.sync_seconds.labels(release).observe(report.seconds)
     if report.HasField("neighbours_kept"):
         metrics.devices.neighbours_kept.labels(release).observe(neighbours_kept)
 
@@ -290,7 +292,7 @@ class ReleaseService(ReleaseServiceServicer):
                 f"{request.spare_cores:g}"
             )
         number = request.number
-        canary = from_canary(request.canary) if request.HasField("canary") else None
+        canary = parse_canary(request.canary) if request.HasField("canary") else None
         if request.promote:
             run = self._activations.promote_canary(number)
         elif canary is not None and self._activations.is_canary_running(number):
@@ -320,7 +322,7 @@ class ReleaseService(ReleaseServiceServicer):
         report has release 0. None means that nothing is new.
         """
         while True:
-            answer = to_canary(self._canaries.last_report(), self._canaries.running_settings())
+            answer = canary_message(self._canaries.last_report(), self._canaries.running_settings())
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
@@ -337,7 +339,7 @@ class ReleaseService(ReleaseServiceServicer):
             InvalidInputError: the release is not published here, the failure is unknown, or a
                 number is out of its range.
         """
-        count_report(
+        count_sync_report(
             request,
             self._metrics,
             is_published=request.release in self._catalog.withdrawal_by_release,
@@ -421,7 +423,7 @@ class ReleaseService(ReleaseServiceServicer):
 
     def _release(self, manifest: Manifest) -> pb.Release:
         withdrawn = self._catalog.withdrawal_by_release.get(manifest.release)
-        state, reason = state_of(manifest.release, self._state.current, withdrawn)
+        state, reason = release_state(manifest.release, self._state.current, withdrawn)
         spaces = {m.space: m.release for m in self._catalog.manifests.values()}
         release = pb.Release(
             number=manifest.release,
@@ -438,11 +440,11 @@ class ReleaseService(ReleaseServiceServicer):
             upgrades_from=[upgrade.from_release for upgrade in manifest.upgrades],
             manifest=manifest.model_dump_json(),
         )
-        to_end(manifest.space, self._state.current.ends, release.ends_at)
+        fill_space_end(manifest.space, self._state.current.ends, release.ends_at)
         return release
 
 
-def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
+def release_state(number: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
     """Return the state of a release, with the reason if it failed or was withdrawn; the reason is
     empty otherwise.
 

@@ -24,10 +24,10 @@ from nobackfill.server.galleries.plan import Query, SearchResult
 from nobackfill.server.grpc.context import Principal
 from nobackfill.server.grpc.rpc import DeferredAnswer
 from nobackfill.server.grpc.services.convert import (
-    from_filter,
-    keys_of,
-    to_end,
-    to_metadata,
+    fill_metadata,
+    fill_space_end,
+    parse_filter,
+    requested_metadata_keys,
 )
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import search_pb2 as pb
@@ -36,8 +36,8 @@ from nobackfill.wire.limits import LARGEST_K
 from nobackfill.wire.values import ORIGINS
 
 SEARCH = "/nobackfill.v1.SearchService/Search"
-LARGEST_BATCH = 256
-LARGEST_EF = 4096
+MAX_BATCH_QUERIES = 256
+MAX_REQUESTED_EF = 4096
 # A search with one of these fields may take longer, or needs hits that are not prepared.
 _SLOW_FIELDS = ("filter", "accuracy", "fields")
 
@@ -96,10 +96,10 @@ class SearchService(SearchServiceServicer):
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             answer = self._searching.search(
-                hosted, _query(request.query), _k(request.k), from_filter(request.filter),
-                _ef(request.accuracy),
+                hosted, _parse_query(request.query), _checked_k(request.k),
+                parse_filter(request.filter), _checked_ef(request.accuracy),
             )  # fmt: skip
-        return _response(answer, request, self._state.current.ends)
+        return _search_response(answer, request, self._state.current.ends)
 
     def answer_immediately(
         self, messages: Sequence[tuple[bytes, Principal]]
@@ -158,7 +158,7 @@ class SearchService(SearchServiceServicer):
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
     ) -> pb.SearchBatchResponse:
-        """Answer up to LARGEST_BATCH (256) queries at once, in their order.
+        """Answer up to MAX_BATCH_QUERIES (256) queries at once, in their order.
 
         A query that is refused for its content has its error in its own response. Empty batches are
         refused. Without k there are at most 10 hits for each query.
@@ -184,22 +184,26 @@ class SearchService(SearchServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         if not request.queries:
-            raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} queries, got none")
-        if len(request.queries) > LARGEST_BATCH:
+            raise InvalidInputError(f"queries: expected 1 to {MAX_BATCH_QUERIES} queries, got none")
+        if len(request.queries) > MAX_BATCH_QUERIES:
             raise TooLargeError(
-                f"queries: expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; send "
-                "them in several calls"
+                f"queries: expected 1 to {MAX_BATCH_QUERIES} queries, got {len(request.queries)}; "
+                "send them in several calls"
             )
-        queries = [_query(query) for query in request.queries]
+        queries = [_parse_query(query) for query in request.queries]
         with self._galleries.use_gallery(request.gallery) as hosted:
             answers = self._searching.search_batch(
-                hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
+                hosted,
+                queries,
+                _checked_k(request.k),
+                parse_filter(request.filter),
+                _checked_ef(request.accuracy),
             )
         return pb.SearchBatchResponse(
             responses=[
                 pb.SearchResponse(error=str(answer))
                 if isinstance(answer, InvalidInputError)
-                else _response(answer, request, self._state.current.ends)
+                else _search_response(answer, request, self._state.current.ends)
                 for answer in answers
             ]
         )
@@ -249,23 +253,23 @@ def _parse_simple(message: bytes) -> tuple[str, str | None, bytes, int, float] |
     return request.gallery, embeddings[0].space, embeddings[0].values, request.k, farthest
 
 
-def _k(k: int) -> int:
+def _checked_k(k: int) -> int:
     if k > LARGEST_K:
         raise InvalidInputError(f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}")
     return k or DEFAULT_K
 
 
-def _ef(accuracy: pb.Accuracy) -> int:
+def _checked_ef(accuracy: pb.Accuracy) -> int:
     kind = accuracy.WhichOneof("accuracy")
-    if kind == "ef" and not 1 <= accuracy.ef <= LARGEST_EF:
+    if kind == "ef" and not 1 <= accuracy.ef <= MAX_REQUESTED_EF:
         raise InvalidInputError(
-            f"accuracy.ef, the width of the graph search: expected 1 to {LARGEST_EF}, got "
+            f"accuracy.ef, the width of the graph search: expected 1 to {MAX_REQUESTED_EF}, got "
             f"{accuracy.ef}"
         )
     return EXACT_EF if accuracy.exact else accuracy.ef
 
 
-def _query(query: pb.Query) -> Query:
+def _parse_query(query: pb.Query) -> Query:
     kind = query.WhichOneof("query")
     if kind == "image":
         return query.image
@@ -285,7 +289,7 @@ def _query(query: pb.Query) -> Query:
     return values
 
 
-def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
+def _max_distance(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
     if not request.HasField("max_distance"):
         return math.inf
     if math.isnan(request.max_distance):
@@ -295,7 +299,7 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
     return request.max_distance
 
 
-def _response(
+def _search_response(
     answer: SearchResult,
     request: pb.SearchRequest | pb.SearchBatchRequest,
     ends: Mapping[str, float],
@@ -303,9 +307,9 @@ def _response(
     response = pb.SearchResponse(
         release=answer.release, space=answer.space, request_id=answer.request_id
     )
-    farthest = _farthest(request)
-    to_end(answer.space, ends, response.space_ends_at)
-    keys = keys_of(request.fields if request.HasField("fields") else None)
+    farthest = _max_distance(request)
+    fill_space_end(answer.space, ends, response.space_ends_at)
+    keys = requested_metadata_keys(request.fields if request.HasField("fields") else None)
     for hit in answer.hits:
         message = pb.Hit(
             id=hit.item.id,
@@ -317,6 +321,6 @@ def _response(
         )
         # Compare the rounded distance: a finer threshold would reveal more of it.
         if message.distance <= farthest:
-            to_metadata(hit.item.metadata, keys, message.metadata)
+            fill_metadata(hit.item.metadata, keys, message.metadata)
             response.hits.append(message)
     return response

@@ -7,7 +7,7 @@ import grpc
 from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.answering import GallerySearcher
 from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
-from nobackfill.server.grpc.services.gallery import to_healing
+from nobackfill.server.grpc.services.gallery import healing_message
 from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.upgrades.subgroups import Subgroup, measure_subgroups
 from nobackfill.server.upgrades.upgrading import Job, JobState
@@ -136,7 +136,7 @@ class UpgradeService(UpgradeServiceServicer):
             job = self._lifecycle.upgrade_job(request.gallery)
             progress = _message(job)
             if (healing := self._lifecycle.reembedding_progress(request.gallery)) is not None:
-                progress.healing.CopyFrom(to_healing(healing))
+                progress.healing.CopyFrom(healing_message(healing))
             if request.group_by:
                 with self._galleries.use_gallery(request.gallery) as hosted:
                     report.add_to(progress, hosted)
