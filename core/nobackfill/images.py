@@ -446,8 +446,8 @@ def read_file(path: Path) -> bytes:
         The bytes; empty for an empty file. Whether they are an image is not checked.
 
     Raises:
-        InvalidInputError: A missing file, no regular file, not readable, or more than 32 MiB. The
-            message lacks the path, which callers add.
+        InvalidInputError: A missing file, no regular file, not readable, or more than 32 MiB; or
+            no file can have the name. The message lacks the path, which callers add.
     """
     try:
         # Open first and check then, so that the file cannot be replaced in between.
@@ -467,6 +467,9 @@ def read_file(path: Path) -> bytes:
         raise InvalidInputError(
             f"cannot be read ({error.strerror}); check the name and permissions"
         ) from error
+    except ValueError as error:
+        # A zero byte, or half of a character.
+        raise InvalidInputError("no file can have this name; name another") from error
     if len(data) > LARGEST_IMAGE_BYTES:
         size = max(len(data), status.st_size)
         raise InvalidInputError(

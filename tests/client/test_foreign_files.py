@@ -12,6 +12,7 @@ import pytest
 from nobackfill.client.cli.main import run_line
 from nobackfill.client.vault.keys import read_identity
 from nobackfill.client.vault.queue import TABLE
+from nobackfill.client.vault.transfer import _is_plain
 from nobackfill.errors import ConfigurationError
 from tests.support.commands import run_here
 from tests.support.edge import Setting
@@ -169,16 +170,61 @@ def test_a_report_takes_no_number_that_its_message_cannot_hold(
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "command"),
+    [
+        ("held_back", '{"2": "\\ud800"}', "status"),
+        ("source", '"\\u0000"', "sync"),
+        ("carried", '{"1": {"at": "2026-01-01T00:00:00+00:00", "routes": 5}}', "sync"),
+        ("carried", '{"1": {"at": "2026-01-01T00:00:00+00:00", "routes": [NaN]}}', "sync"),
+        ("a later version's", "[1e400]", "rescue --to FOLDER/saved.sqlite"),
+    ],
+)
+def test_state_that_no_version_writes_is_refused(
+    setting: Setting, tmp_path: Path, here: Run, key: str, value: str, command: str
+) -> None:
+    """Python reads such values from JSON, and could neither use nor store them."""
+    stored = key.replace("'", "''")
+    statement = f"INSERT OR REPLACE INTO state VALUES ('{stored}', '{value}')"
+    gallery = spoiled(setting, tmp_path / "one", statement)
+    code, said = here(gallery, *command.replace("FOLDER", str(gallery.parent)).split())
+    assert code == 65 and "is damaged" in said and key in said, said
+
+
+@pytest.mark.parametrize("change", ["value = 5", "value = x'00'", "label = label + 0.5"])
+def test_an_index_of_metadata_that_no_version_writes_is_refused(
+    setting: Setting, tmp_path: Path, here: Run, change: str
+) -> None:
+    statement = f"UPDATE attributes SET {change} WHERE key = 'folder'"
+    gallery = spoiled(setting, tmp_path / "one", statement)
+    code, said = here(gallery, "search", str(setting.images[0]), "--where", "folder=x")
+    assert code == 65 and "is damaged" in said, said
+
+
+def test_names_that_no_file_can_have_are_of_no_file(
+    setting: Setting, tmp_path: Path, here: Run
+) -> None:
+    metadata = '{"path": "a\\u0000b", "name": "\\u0000"}'
+    gallery = spoiled(setting, tmp_path / "one", f"UPDATE items SET metadata = '{metadata}'")
+    sheet = tmp_path / "sheet.png"
+    code, said = here(gallery, "search", str(setting.images[0]), "--sheet", str(sheet))
+    assert code == 0 and sheet.exists(), said
+    names = ("a\0b", "\ud800", "..", "a/b", "", "x" * 300)
+    assert not any(map(_is_plain, names)) and _is_plain("a\udc80 b.jpg")
+
+
+@pytest.mark.parametrize(
     "change",
     [
         "size = -1", "size = 0", "size = 'x'", "size = 1.5", "blob = 5", "blob = '../secret'",
         "blob_sha256 = x'00'", "blob_sha256 = 'short'", "suffix = 7", "image_sha256 = 1", "key = 3",
+        "image_sha256 = '../secret'", "state = 'lost'",
     ],
 )  # fmt: skip
 def test_rows_of_the_vault_that_nobody_wrote_are_named(
     setting: Setting, tmp_path: Path, here: Run, change: str
 ) -> None:
     table = TABLE.replace("STRICT", "").replace("TEXT", "").replace("INTEGER", "")
+    table = table.replace("CHECK (state IN ('sealed', 'stored', 'removing'))", "")
     row = f"'{'a' * 64}', 'x', '{'b' * 64}', '{'c' * 64}', 9, '.png', 'stored', 'k'"
     made = f"{table}; INSERT INTO vault VALUES ({row})"
     gallery = spoiled(setting, tmp_path / "one", f"{made}; UPDATE vault SET {change}")

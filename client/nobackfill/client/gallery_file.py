@@ -53,7 +53,8 @@ Failure = Literal["none", "no_route", "refused", "left_behind"]
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    """Check for a text; none that is stored has a zero byte, which no path may have."""
+    return isinstance(value, str) and "\0" not in value
 
 
 def _is_texts(value: Any) -> bool:
@@ -71,8 +72,14 @@ def _by_release(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_migration(value: Any) -> bool:
     try:
-        return datetime.fromisoformat(value["at"]).tzinfo is not None
-    except (TypeError, KeyError, ValueError):
+        # `browse` prints the routes.
+        routes = value.get("routes", [])
+        return (
+            datetime.fromisoformat(value["at"]).tzinfo is not None
+            and isinstance(routes, list)
+            and all(isinstance(route, list) for route in routes)
+        )
+    except (TypeError, AttributeError, KeyError, ValueError):
         return False
 
 

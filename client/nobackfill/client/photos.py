@@ -159,9 +159,6 @@ def local_image(item: StoredItem) -> bytes | None:
     Returns:
         The encoded image. None if the file is gone, unreadable or changed, larger than 32 MiB, or
         if the item was not added from a file or has no digest.
-
-    Raises:
-        ValueError: the path has a zero byte.
     """
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import BusyError, NotFoundError
+from nobackfill.errors import BusyError, DamagedError, NotFoundError
 from nobackfill.gallery.filters import (
     LARGEST_INTEGER,
     LEAST_INTEGER,
@@ -304,14 +304,21 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
         row.
 
     Raises:
+        DamagedError: A value or a label of the key has the wrong type.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    return KeyColumn(
-        _read_texts(connection, key, labels),
-        _read_integers(connection, key, labels),
-        _read_floats(connection, key, labels),
-        (_read_flag(connection, key, 0, labels), _read_flag(connection, key, 1, labels)),
-    )
+    try:
+        column = KeyColumn(
+            _read_texts(connection, key, labels),
+            _read_integers(connection, key, labels),
+            _read_floats(connection, key, labels),
+            (_read_flag(connection, key, 0, labels), _read_flag(connection, key, 1, labels)),
+        )
+    except (IndexError, TypeError, ValueError) as error:
+        raise DamagedError(None, "its table 'attributes' has invalid values") from error
+    if not all(isinstance(text, str) for text in column.texts.values):
+        raise DamagedError(None, "its table 'attributes' has invalid values")
+    return column
 
 
 def find_rows(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:

@@ -668,11 +668,11 @@ def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
     """Return a JSON value of the table `state`; None if there is none.
 
     Raises:
-        DamagedError: The value is no valid JSON.
+        DamagedError: The value is no valid JSON, or could not be stored again.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
-    return _json(row[0], f"state {key}") if row else None
+    return _state_value(row[0], key) if row else None
 
 
 def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -681,11 +681,28 @@ def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
     Without any, the mapping is empty.
 
     Raises:
-        DamagedError: A value is no valid JSON.
+        DamagedError: A value is no valid JSON, or could not be stored again.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute("SELECT key, value FROM state").fetchall()
-    return {key: _json(value, f"state {key}") for key, value in rows}
+    return {key: _state_value(value, key) for key, value in rows}
+
+
+def _state_value(text: Any, key: str) -> Any:
+    """Parse a value of the state, which `set_state_values` can store again.
+
+    Python's JSON also reads NaN, 1e400 and halves of characters.
+    """
+    value = _json(text, f"state {key}")
+    try:
+        _state_json(value).encode()
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(None, f"state {key} is no value that a gallery stores") from error
+    return value
+
+
+def _state_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def items_page(
@@ -933,7 +950,7 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
         else:
             connection.execute(
                 "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)",
-                (key, json.dumps(value, ensure_ascii=False, allow_nan=False)),
+                (key, _state_json(value)),
             )
 
 

@@ -11,7 +11,7 @@ the vault is known. Digests of images stay here; the vault sees only random ids.
 import re
 from dataclasses import dataclass
 from sqlite3 import Connection
-from typing import Literal
+from typing import Literal, get_args
 
 from nobackfill.errors import DamagedError
 from nobackfill.gallery.store import Store
@@ -235,10 +235,12 @@ def _is_sound(entry: VaultEntry) -> bool:
     return (
         all(isinstance(text, str) for text in texts)
         and isinstance(entry.key, str | None)
+        and entry.state in get_args(State)
         and isinstance(entry.size, int)
         and entry.size > 0
         and _HEX.fullmatch(entry.blob) is not None
         and _HEX.fullmatch(entry.blob_sha256) is not None
+        and _HEX.fullmatch(entry.image_sha256) is not None
     )
 
 

@@ -523,8 +523,12 @@ def _is_of(entry: VaultEntry, item: StoredItem | None) -> bool:
 
 def _is_plain(name: str) -> bool:
     """Return whether a text is a file name inside a folder, and no path out of it."""
-    short = len(name.encode("utf-8", "replace")) <= _LONGEST_NAME
-    return short and name not in ("", ".", "..") and "/" not in name
+    try:
+        short = len(os.fsencode(name)) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        # Half of a character, which no file system stores.
+        return False
+    return short and name not in ("", ".", "..") and not {"/", "\0"} & {*name}
 
 
 def _restore_unknown(image: bytes, folder: Path, report: PullReport) -> None:
