@@ -327,3 +327,45 @@ def test_rows_have_the_networks_of_the_papers(tmp_path: Path) -> None:
     assert {run["epochs"] for run in people.values()} == {35}
     assert {run["lr_steps"] for run in people.values()} == {(20, 26, 32)}
     assert {"extended-data-drop", "extended-data-bct"} < set(people)
+
+
+# Tables 3 to 5, 7 and 8 of dmu.txt: method, options, and whether psi serves the gallery.
+DMU_ROWS: Mapping[str, tuple[str, dict[str, object], bool]] = {
+    "bct_sys": ("bct_sys", {}, False),
+    "dmu": ("dmu", {"hidden_dim": 1024}, True),
+    "dmu_confidence": ("dmu", {"hidden_dim": 1024, "measure": "confidence"}, True),
+    "dmu_selective": ("dmu", {"hidden_dim": 1024, "forward": False}, False),
+    "dmu_forward": ("dmu", {"hidden_dim": 1024, "measure": "uniform"}, True),
+    "dmu_width_half": ("dmu", {"hidden_dim": 512}, True),
+    "dmu_width_double": ("dmu", {"hidden_dim": 2048}, True),
+    "bct_regression": (
+        "dmu",
+        {
+            "hidden_dim": 1024, "measure": "uniform", "forward": False,
+            "regularizer": "regression",
+        },
+        False,
+    ),
+    "dmu_regression": ("dmu", {"hidden_dim": 1024, "regularizer": "regression"}, True),
+    "focal": ("focal", {}, False),
+    "unibct": ("unibct", {}, False),
+}  # fmt: skip
+
+
+def test_dmus_ablations_are_those_of_its_tables(tmp_path: Path) -> None:
+    """All from the old model of 30 % of the images, on all of them, from one random start."""
+    place = ComparisonPlace(GLDV2, GLDV2.splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name: row for row in rows_of(place, ("ablations",))}
+    scenario = "scenario-extended-data:"
+    own = {name.removeprefix(scenario) for name in rows if name.startswith(scenario)}
+    assert own == {"independent", *DMU_ROWS}
+    for name, (method, options, has_psi) in DMU_ROWS.items():
+        row = rows[scenario + name]
+        assert row.new_run.values["method"] == method and row.new_run.values["options"] == options
+        assert row.upgrade_runs == ((row.new_run,) if has_psi else ())
+        assert row.old_run == rows[scenario + "independent"].old_run
+        assert row.new_run.values["images"] == tmp_path / "extended-data" / "new"
+        assert row.new_run.values["seed"] == rows[scenario + "independent"].new_run.values["seed"]
+    # Table 1 has the same trainings.
+    table_1 = {row.name: row for row in rows_of(place, ("scenarios",))}
+    assert table_1[scenario + "dmu"] == rows[scenario + "dmu"]

@@ -211,6 +211,44 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     assert steps["dmu_chain"].microseconds > 0 == steps["bct_chain"].microseconds
 
 
+def test_growing_data_are_nested_and_train_in_a_row(place: ComparisonPlace) -> None:
+    """DMU Table 6: 25, 50 and 75 % of each class, phi_1's gallery through psi_2 and psi_3."""
+    rows = {row.name: row for row in rows_of(place, ("ablations",)) if "growing" in row.name}
+    assert set(rows) == {
+        f"growing-{share}:{method}"
+        for share in (50, 75)
+        for method in ("independent", "bct_sys", "dmu")
+    }
+    dmu, alone = rows["growing-75:dmu"], rows["growing-75:independent"]
+    run_tasks([(place, [dmu, alone])], 1)
+    second, third = dmu.upgrade_runs
+    assert second == rows["growing-50:dmu"].new_run and third == dmu.new_run
+    assert (second.values["old"], third.values["old"]) == (dmu.old_run.folder, second.folder)
+    assert (
+        "old" not in alone.new_run.values and alone.new_run.values["seed"] == third.values["seed"]
+    )
+    whole = list_images(place.images / "train")
+    names: list[set[str]] = []
+    for run, share in ((dmu.old_run, 0.25), (second, 0.5), (third, 0.75)):
+        assert isinstance(run.values["images"], Path)
+        listing = list_images(run.values["images"])
+        assert listing.class_names == whole.class_names
+        for label in range(10):
+            expected = share * np.sum(whole.labels == label)
+            assert abs(np.sum(listing.labels == label) - expected) <= 0.5
+        names.append({Path(path).name for path in listing.paths})
+    assert names[0] < names[1] < names[2]
+    test = evaluation(images_of(place, dmu), place.preset.metric, place.runs / "features")
+    old, new = (test.features(run.folder, "embedder") for run in (dmu.old_run, dmu.new_run))
+    served = slow_psi(third, slow_psi(second, old))
+    found = read_cells(place.runs / "cells" / "growing-75-dmu.npz")
+    assert found is not None
+    expected = mean_of_answerable(search_and_score(new, served, test.relevance, test.metric)["map"])
+    assert mean_of_answerable(found.by_query["new/served"]["map"]) == pytest.approx(
+        expected, abs=1e-3
+    )
+
+
 def test_rows_of_other_seeds_share_no_start(place: ComparisonPlace) -> None:
     def seeds(number: int) -> set[object]:
         here = replace(place, seed=number)

@@ -27,6 +27,7 @@ from nobackfill.research.settings import (
     chains,
     disjoint,
     foreign,
+    growing,
     limits,
     long_chain,
     new_data,
@@ -328,6 +329,9 @@ DMU: Mapping[str, Values] = {
     # Weights that differ visibly: Eq. 9 on cosines times ArcFace's usual scale.
     "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
 }
+# The allocation of DMU Tables 3 to 8, and their rows that are options of DMU.
+ABLATED = "extended-data"
+_OF_TABLES = ("dmu_selective", "dmu_forward", "dmu_confidence", "dmu_regression")
 VARIANTS = (RowName.BCT_WIDE, RowName.BCT_RELU, RowName.BCT_SOFTMAX_TO_COSINE)
 
 
@@ -358,6 +362,47 @@ def dmu(shared: SharedModels) -> list[MethodRow]:
         run = shared.compatible(name, "dmu", hidden_dim=own)
         rows.append(MethodRow(name, shared.old, run, (run,)))
     return rows
+
+
+def ablations(shared: SharedModels) -> list[MethodRow]:
+    """List DMU Tables 3 to 8, from 30 % of each class's images to all: other weights (Table 3),
+    parts (4), widths of psi (5), regression (7), other methods (8); and growing data (6).
+
+    BCT by regression is DMU's regression with equal weights and without psi. A split without chains
+    has no such rows.
+
+    Nothing is trained; each row only describes its runs.
+    """
+    scenario = f"scenario-{ABLATED}"
+    rows = [row for row in scenarios(shared) if row.name.startswith(f"{scenario}:")]
+    if not rows:
+        return []
+    place, old = shared.place, rows[0].old_run
+    width = place.preset.dmu_hidden_dim
+    methods: dict[str, tuple[str, Values]] = {
+        **{name: ("dmu", DMU[name]) for name in _OF_TABLES},
+        "dmu_width_half": ("dmu", {"hidden_dim": width // 2}),
+        "dmu_width_double": ("dmu", {"hidden_dim": 2 * width}),
+        "bct_regression": (
+            "dmu", {"measure": "uniform", "forward": False, "regularizer": "regression"},
+        ),
+        "focal": ("focal", {}),
+        RowName.UNIBCT: ("unibct", {}),
+    }  # fmt: skip
+    for name, (method, options) in methods.items():
+        psi = {"hidden_dim": width} if method == "dmu" else {}
+        new = place.embedder(
+            f"{scenario}-{name}",
+            classes=None,
+            role="new",
+            old=old,
+            images=place.images / ABLATED / "new",
+            method=method,
+            options={**psi, **options},
+        )
+        has_psi = method == "dmu" and options.get("forward", True) is True
+        rows.append(MethodRow(row_in(scenario, name), old, new, (new,) if has_psi else ()))
+    return [*rows, *growing(shared)]
 
 
 def arcface(shared: SharedModels) -> list[MethodRow]:
@@ -691,6 +736,7 @@ GROUPS: dict[str, Callable[[SharedModels], list[MethodRow]]] = {
     "embedding_sizes": embedding_sizes,
     "old_networks": old_networks,
     "scenarios": scenarios,
+    "ablations": ablations,
     "parts": parts,
     "limits": limits,
 }

@@ -84,7 +84,7 @@ Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --on
 public_protocol, strong, core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted,
 stationary, variants, new_data, arcface, architectures, maps, transforms, chains, noise,
 allocations, long_chain, foreign, disjoint, side_information, sizes, embedding_sizes,
-old_networks, scenarios, parts, limits.
+old_networks, scenarios, ablations, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
 Select methods and options with it, then run without it for the figures of a table.

@@ -272,6 +272,31 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
         link_images(selected, _class_of(selected), into / part)
 
 
+def link_share(train: Path, into: Path, share: float, seed: int) -> None:
+    """Link a share of each class's images of TRAIN below INTO; larger shares contain smaller ones.
+
+    An existing folder stays as it is, also for another share or seed.
+
+    Args:
+        train: the training images, as class folders.
+        into: the folder.
+        share: above 0 and below 1. The number is rounded; at least one image of a class is linked,
+            and one is not.
+        seed: chooses the images, at least 0; a seed gives the same again.
+
+    Raises:
+        ValueError: the seed is negative.
+        ConfigurationError: TRAIN cannot be read, or a class has one image.
+        InvalidInputError: TRAIN has no class folder, or an empty one.
+        OSError: INTO cannot be written.
+        PermissionError: this user may not list TRAIN.
+    """
+    listing = list_images(train)
+    # One seed permutes a class in one way, so every share is the beginning of one order.
+    selected = listing.select(allocate_images("extended-data", listing.labels, share, seed).old)
+    link_images(selected, _class_of(selected), into)
+
+
 def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
     """Link the images of TRAIN below INTO, with `share` of them in a wrong class drawn uniformly.
 

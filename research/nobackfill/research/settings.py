@@ -16,6 +16,7 @@ from nobackfill.research.images import (
     SHIFTS,
     link_allocation,
     link_later_classes,
+    link_share,
     link_with_label_noise,
     write_shifted,
 )
@@ -71,7 +72,7 @@ def limits(shared: SharedModels) -> list[MethodRow]:
 
 NOISE = 0.2
 # Folders of images that are made on demand, below the place's own.
-FOREIGN, DISJOINT = "foreign", "disjoint"
+FOREIGN, DISJOINT, GROWING = "foreign", "disjoint", "growing"
 # The number of updates of the long chain.
 HOPS = len(STEPS) + 1
 
@@ -386,6 +387,38 @@ def scenarios(shared: SharedModels) -> list[MethodRow]:
     return rows
 
 
+def growing(shared: SharedModels) -> list[MethodRow]:
+    """List DMU Table 6: models of 25, 50 and 75 % of each class's images, updated in a row.
+
+    Rows `growing-50:METHOD` and `growing-75:METHOD` search the gallery of the 25 %. A compatible
+    model is trained with the generation before it as the old one, and DMU's gallery passes psi of
+    every generation. Every training has the preset's epochs.
+
+    Nothing is trained; each row only describes its runs.
+    """
+    place = shared.place
+
+    def model(share: int, name: str, role: str, **values: Any) -> TrainingRun:
+        images = place.images / GROWING / str(share)
+        return place.embedder(
+            f"growing-{share}-{name}", classes=None, role=role, images=images, **values
+        )
+
+    first = model(25, "old", "first")
+    rows = []
+    for method in ("independent", "bct_sys", "dmu"):
+        previous: TrainingRun | None = None if method == "independent" else first
+        options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
+        route: tuple[TrainingRun, ...] = ()
+        for share, role in ((50, "second"), (75, "new")):
+            new = model(share, method, role, old=previous, method=method, options=options)
+            if method == "dmu":
+                route += (new,)
+            rows.append(MethodRow(row_in(f"growing-{share}", method), first, new, route))
+            previous = None if previous is None else new
+    return rows
+
+
 def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     """Make the missing images that `rows` are trained and tested on, below the place's images.
 
@@ -423,6 +456,8 @@ def _make(place: ComparisonPlace, images: Path) -> None:
         link_with_label_noise(train, images, NOISE, place.seed)
     elif group == FOREIGN:
         write_shifted(test, images)
+    elif group == GROWING:
+        link_share(train, images, int(images.name) / 100, place.seed)
     elif group == DISJOINT:
         link_later_classes(place.images / images.name, images, place.split.old)
     elif group == TESTED:
