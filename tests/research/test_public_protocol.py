@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.research.catalogue import rows_of
+from nobackfill.research.catalogue import GROUPS, rows_of
 from nobackfill.research.compare import compare
 from nobackfill.research.pages import PAPER_FIGURES, full_page, paper_table
-from nobackfill.research.presets import CIFAR100_FCT, Split
+from nobackfill.research.presets import CIFAR100_FCT, PRESETS, Split
 from nobackfill.research.results import Results
 from nobackfill.research.rows import ComparisonPlace
 from nobackfill.training.config import EmbedderConfig, load_config
@@ -91,3 +91,17 @@ def test_only_bt2_has_no_row_of_ours(tmp_path: Path) -> None:
     place = ComparisonPlace(CIFAR100_FCT, CIFAR100_FCT.splits[0], 0, tmp_path, tmp_path)
     names = {row.name for row in rows_of(place, CIFAR100_FCT.groups)}
     assert {figure.row for figure in PAPER_FIGURES["cifar100-fct"]} - names == {"bt2"}
+
+
+@pytest.mark.parametrize("data", sorted(PAPER_FIGURES.keys() - {"cifar100-fct"}))
+def test_every_published_figure_has_a_row_and_a_cell(data: str, tmp_path: Path) -> None:
+    place = ComparisonPlace(PRESETS[data], PRESETS[data].splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name: row for row in rows_of(place, tuple(GROUPS))}
+    ends = {"old/old", "new/old", "new/new"}
+    for figure in PAPER_FIGURES[data]:
+        own = {"new/served", "served/served"} if rows[figure.row].upgrade_runs else set()
+        assert figure.cell in ends | own, figure
+    cells = [(figure.row, figure.cell) for figure in PAPER_FIGURES[data]]
+    assert len(cells) == len(set(cells))
+    # Table 10 prints CMC-1 alone.
+    assert any(line.endswith(" / - | - | FCT Table 10 |") for line in paper_table(data, {}))

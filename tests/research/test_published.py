@@ -26,10 +26,10 @@ from nobackfill.research.presets import (
     Split,
 )
 from nobackfill.research.protocols import write_protocols
-from nobackfill.research.rows import ComparisonPlace
-from nobackfill.training.config import load_config
+from nobackfill.research.rows import ComparisonPlace, TrainingRun
+from nobackfill.training.config import load_config, parse_config
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
-from nobackfill.training.loop.run import CONFIG
+from nobackfill.training.loop.run import CONFIG, read_finished
 from nobackfill.training.networks.frozen import encoder_of_run, features
 from tests.training.life import Life, invoke
 from tests.training.protocols.test_evaluation import WRITERS
@@ -128,7 +128,7 @@ LAYOUTS: Mapping[str, tuple[Preset, Callable[[Path, Path], None]]] = {
     ("name", "rows"),
     [
         ("imagenet", ("independent", "embedding_128", "fct_simclr")),
-        ("places365", ("fct_simclr",)),
+        ("places365", ("fct_simclr", "imagenet:fct_simclr", "disjoint:fct_simclr")),
         ("vggface2", ("independent", "fct_raw")),
     ],
 )
@@ -138,6 +138,8 @@ def test_a_set_of_class_folders_has_the_rows_of_its_tables(
     preset, write = LAYOUTS[name]
     write(digits, tmp_path / "set")
     small = replace(preset, splits=(replace(SMALL, tested_end=3 if name == "vggface2" else 6),))
+    if preset.other_domain is not None:
+        small = replace(small, other_domain=replace(preset.other_domain, splits=(SMALL,)))
     results = compare(small, tmp_path / "set", tmp_path / "out", [0], rows, 1, CPU)
     assert set(results.main.rows) == set(rows)
     for row in results.main.rows.values():
@@ -149,8 +151,19 @@ def test_a_set_of_class_folders_has_the_rows_of_its_tables(
     if name == "places365":
         # SimCLR learns on all classes of the other set.
         side = load_config(runs / "side-simclr" / CONFIG)
-        assert (side.images, side.classes) == (linked / "side", None)
+        assert (side.images, side.classes) == (linked / "side" / "train", None)
         assert set(list_images(side.images).class_names) == set("456789")
+        for run, known in (
+            ("side/old", "456"),
+            ("side/side-simclr", "456"),
+            ("side/new", "456789"),
+        ):
+            assert set(read_finished(runs / run).class_names) == set(known)
+        for run, known in (("side/upgrade-fct_simclr", "456789"), ("new", "012345")):
+            assert set(read_finished(runs / run).class_names) == set(known)
+        # All are tested on the same images.
+        old = [results.main.rows[row].cells["new/new"]["map"][0] for row in rows]
+        assert old[0] == old[2] != old[1]
     if name == "vggface2":
         raw = load_config(runs / "upgrade-fct_raw" / CONFIG).model_dump()
         assert raw["options"] == {"raw": True} and raw["old_side"] == runs / "side-alternate"
@@ -369,3 +382,35 @@ def test_dmus_ablations_are_those_of_its_tables(tmp_path: Path) -> None:
     # Table 1 has the same trainings.
     table_1 = {row.name: row for row in rows_of(place, ("scenarios",))}
     assert table_1[scenario + "dmu"] == rows[scenario + "dmu"]
+
+
+def test_models_of_imagenet_are_tested_on_places(tmp_path: Path) -> None:
+    """FCT Tables 9 and 14: ImageNet's own models, and Places' model after one of ImageNet."""
+    place = ComparisonPlace(PLACES365, PLACES365.splits[0], 0, tmp_path / "p", tmp_path / "r")
+    other, places = place.images / "side" / "train", place.images / "train"
+    rows = {row.name: row for row in rows_of(place, ("foreign", "disjoint"))}
+    for row in rows.values():
+        assert row.test_folder == "test"
+        for run in row.runs:
+            parse_config(dict(run.values), str(run.folder))
+
+    def images(run: TrainingRun) -> tuple[object, object]:
+        return run.values["images"], run.values["classes"]
+
+    sides = ("none", "autoencoder", "alternate", "simclr")
+    foreign = ["imagenet:independent", *(f"imagenet:fct_{kind}" for kind in sides)]
+    assert set(rows) == {
+        *foreign, "imagenet:residual_simclr",
+        "disjoint:independent", "disjoint:fct_none", "disjoint:fct_simclr",
+    }  # fmt: skip
+    for name in foreign:
+        row = rows[name]
+        assert (images(row.old_run), images(row.new_run)) == ((other, 500), (other, 1000))
+        assert row.old_run.values["embedding_dim"] == row.new_run.values["embedding_dim"] == 128
+        assert row.side_run is None or images(row.side_run) == (other, 500)
+        assert [images(run) for run in row.upgrade_runs] in ([], [(other, 1000)])
+    row = rows["disjoint:fct_simclr"]
+    assert row.old_run == rows["imagenet:independent"].new_run
+    assert images(row.new_run) == (places, 365) and row.new_run.values["embedding_dim"] == 512
+    assert row.side_run is not None and images(row.side_run) == (other, None)
+    assert images(row.upgrade_runs[0]) == (places, None)

@@ -169,6 +169,19 @@ def test_a_chain_of_two_is_measured(place: ComparisonPlace) -> None:
     assert read_finished(rows["long_chain:2"].upgrade_runs[0].folder).facts["new_side_dim"] == 32
 
 
+def test_hops_of_a_chain_are_rows_of_their_own(place: ComparisonPlace) -> None:
+    """FCT Tables 5 and 8 print v1 -> v2 and v2 -> v3, whose trainings the chain has."""
+    rows = {row.name: row for row in rows_of(place, ("chains",))}
+    for end in ("", "_none"):
+        first, second = rows[f"first_hop{end}"], rows[f"second_hop{end}"]
+        chain = rows[f"two_hop{end}"]
+        assert (*first.upgrade_runs, *second.upgrade_runs) == chain.upgrade_runs
+        assert (first.old_run, second.new_run) == (chain.old_run, chain.new_run)
+        assert first.new_run == second.old_run
+        assert [run.values["old"] for run in second.upgrade_runs] == [first.new_run.folder]
+        assert (first.side_run, second.side_run is None) == (chain.side_run, bool(end))
+
+
 def slow_psi(run: TrainingRun, embedding: np.ndarray) -> np.ndarray:
     """DMU's [fc-bn-relu] x 3 and fc as kept with its model, normalised, in plain numpy."""
     kept = load_file(run.folder / CHECKPOINT)

@@ -10,7 +10,8 @@ no model knows. The development split consists of the tables' training images of
 divided again, with the classes in another order for each seed. Its seeds differ from the tables'.
 
 Images of another domain are the comparison's own test images, shifted, so that no second data set
-is needed. (FCT appendix B uses real ones: ImageNet's models on Places.) Classes and pairs stay.
+is needed. Classes and pairs stay. (FCT appendix B tests ImageNet's models on Places: that is
+`compare.py --data places365 --methods foreign`.)
 """
 
 import hashlib

@@ -70,6 +70,8 @@ class Preset:
         new_embedder: keys in which new models differ from old ones, such as the backbone.
         transforms: the folder of configs/ with side encoders and upgrades, if `configs` has none;
             the image size stays that of `configs`.
+        other_domain: the comparison whose training images are the set's part SIDE, and whose models
+            FCT's Tables 9 and 14 test on this set; None: there is none.
         equal_steps: UniBCT's allocations train for as many steps as one on all images would; false:
             for the preset's epochs, as in the paper.
     """
@@ -90,6 +92,7 @@ class Preset:
     new_embedder: Values = field(default_factory=dict)
     transforms: str | None = None
     equal_steps: bool = True
+    other_domain: "Preset | None" = None
 
     @property
     def title(self) -> str:
@@ -267,6 +270,7 @@ PLACES365 = replace(
     configs="places365",
     splits=(Split("main", 182, 365, 0, 365, first_of_chain=91, second_of_chain=182),),
     published=published.PLACES365,
+    other_domain=IMAGENET,
 )
 VGGFACE2 = replace(
     IMAGENET,

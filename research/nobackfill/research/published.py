@@ -17,8 +17,9 @@ from nobackfill.training.protocols.landmarks import image_path
 from nobackfill.training.protocols.persons import read_person_images, subsample
 from nobackfill.training.protocols.protocol import first_existing, read_table
 
-# The keys of `PublishedSet.parts`.
-TRAIN, TEST, SIDE = "train", "test", "side"
+# The keys of `PublishedSet.parts`, and the folders of their links. SIDE is the `train` of a folder
+# of its own, because whole models are trained on it, too (FCT Tables 9 and 14).
+TRAIN, TEST, SIDE = "train", "test", "side/train"
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class PublishedSet:
 
     Attributes:
         layout: the files and folders that are expected there, for error messages.
-        parts: lists the images of `train`, of `test` if they lie in class folders, and of `side`,
-            on which SimCLR learns if that is another data set.
+        parts: lists the images of `train`, of `test` if they lie in class folders, and of SIDE, on
+            which SimCLR learns if that is another data set.
         protocols: the folder of each published test protocol; the first must be there.
         complete: the set can be had whole, so fewer classes are refused; false: the classes of the
             models keep their shares of those that are there.

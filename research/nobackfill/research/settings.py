@@ -20,6 +20,7 @@ from nobackfill.research.images import (
     link_with_label_noise,
     write_shifted,
 )
+from nobackfill.research.published import SIDE
 from nobackfill.research.rows import (
     STEPS,
     TEST,
@@ -80,8 +81,8 @@ HOPS = len(STEPS) + 1
 def chains(shared: SharedModels) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
-    The rows, in order: FCT with side-information in two hops, then directly, both without it, BCT,
-    DMU. A split without chains has no such rows.
+    The rows, in order: FCT with side-information in two hops, then directly, both without it, each
+    hop alone with it and without, BCT, DMU. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """
@@ -108,6 +109,10 @@ def chains(shared: SharedModels) -> list[MethodRow]:
         MethodRow(RowName.DIRECT, v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
         MethodRow(RowName.TWO_HOP_NONE, v1, v3, plain),
         MethodRow("direct_none", v1, v3, (hop("1-3-none", v1, v3, third),)),
+        MethodRow("first_hop", v1, v2, (first_hop,), psi1),
+        MethodRow("second_hop", v2, v3, (second_hop,), psi2),
+        MethodRow("first_hop_none", v1, v2, plain[:1]),
+        MethodRow("second_hop_none", v2, v3, plain[1:]),
         *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
     ]
 
@@ -169,13 +174,47 @@ def long_chain(shared: SharedModels) -> list[MethodRow]:
 def foreign(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix B: the same models in domains that none of them was trained on.
 
-    A split without chains has no such rows.
+    A preset with another domain tests the models of that one (Table 9: ImageNet's on Places); other
+    presets shift their own test images. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """
     if shared.split.first_of_chain is None:
         return []
-    rows = [
+    other = _other_domain(shared)
+    if other is not None:
+        return [
+            replace(row, name=row_in(other.place.preset.name, row.name))
+            for row in _by_side_information(other)
+        ]
+    rows = _by_side_information(shared)
+    return [
+        replace(row, name=row_in(domain, row.name), test_folder=f"{FOREIGN}/{domain}")
+        for domain in SHIFTS
+        for row in rows
+    ]
+
+
+def _other_domain(shared: SharedModels) -> SharedModels | None:
+    """Return the models of the preset's other domain, in folders of their own; None without one."""
+    place, preset = shared.place, shared.place.preset.other_domain
+    if preset is None:
+        return None
+    own = Path(SIDE).parent
+    return SharedModels(
+        replace(
+            place,
+            preset=preset,
+            split=preset.splits[0],
+            images=place.images / own,
+            runs=place.runs / own,
+        )
+    )
+
+
+def _by_side_information(shared: SharedModels) -> list[MethodRow]:
+    """List FCT's kinds of side-information, and ours with SimCLR."""
+    return [
         MethodRow(RowName.INDEPENDENT, shared.old, shared.new),
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
         *(
@@ -184,38 +223,35 @@ def foreign(shared: SharedModels) -> list[MethodRow]:
         ),
         shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
     ]
-    return [
-        replace(row, name=row_in(domain, row.name), test_folder=f"{FOREIGN}/{domain}")
-        for domain in SHIFTS
-        for row in rows
-    ]
 
 
 def disjoint(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
 
-    The rows are a direct search, FCT without side-information, and FCT with that of SimCLR. A split
-    without chains has no such rows.
+    The rows are a direct search, FCT without side-information, and FCT with that of SimCLR. With
+    another domain phi_old has its classes, and phi_new those of the preset (Table 14: ImageNet,
+    Places). Otherwise phi_new has the preset's later classes. A split without chains has no such
+    rows.
 
     Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
         return []
-    images = place.images / DISJOINT / "train"
-    new = place.embedder("disjoint-new", classes=None, role="new", images=images)
+    other = _other_domain(shared)
+    if other is not None:
+        old, new, images, tested = other.new, shared.new, place.images / "train", TEST
+    else:
+        old, images, tested = shared.old, place.images / DISJOINT / "train", f"{DISJOINT}/{TEST}"
+        new = place.embedder("disjoint-new", classes=None, role="new", images=images)
 
     def row(name: str, side: TrainingRun | None) -> MethodRow:
         run = place.upgrade(
-            f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
+            f"upgrade-disjoint-{name}", old, new, classes=None, side=side, images=images
         )
-        return MethodRow(
-            row_in(DISJOINT, name), shared.old, new, (run,), side, test_folder=f"{DISJOINT}/{TEST}"
-        )
+        return MethodRow(row_in(DISJOINT, name), old, new, (run,), side, test_folder=tested)
 
-    alone = MethodRow(
-        row_in(DISJOINT, RowName.INDEPENDENT), shared.old, new, test_folder=f"{DISJOINT}/{TEST}"
-    )
+    alone = MethodRow(row_in(DISJOINT, RowName.INDEPENDENT), old, new, test_folder=tested)
     return [alone, row(RowName.FCT_NONE, None), row(RowName.FCT_SIMCLR, shared.side("simclr"))]
 
 
