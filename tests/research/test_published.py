@@ -26,7 +26,7 @@ from nobackfill.research.presets import (
     Split,
 )
 from nobackfill.research.protocols import write_protocols
-from nobackfill.research.rows import ComparisonPlace, TrainingRun
+from nobackfill.research.rows import ComparisonPlace, TrainingRun, upper_bound_key
 from nobackfill.training.config import load_config, parse_config
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
 from nobackfill.training.loop.run import CONFIG, read_finished
@@ -414,3 +414,36 @@ def test_models_of_imagenet_are_tested_on_places(tmp_path: Path) -> None:
     assert images(row.new_run) == (places, 365) and row.new_run.values["embedding_dim"] == 512
     assert row.side_run is not None and images(row.side_run) == (other, None)
     assert images(row.upgrade_runs[0]) == (places, None)
+
+
+def test_bcts_tables_3_and_4_are_as_printed(tmp_path: Path) -> None:
+    place = ComparisonPlace(IJBC, IJBC.splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name: row for row in rows_of(place, IJBC.groups)}
+
+    def ends(name: str, *keys: str) -> list[tuple[object, ...]]:
+        models = (rows[name].old_run, rows[name].new_run)
+        return [tuple(run.values.get(key) for key in keys) for run in models]
+
+    table_3 = ("backbone", "embedding_dim", "last_nonlin", "head", "margin", "classes")
+    old = ("resnet101", 128, None, "cosface", 0.4, 29500)
+    new = ("resnet101", 128, None, "cosface", 0.4, 59000)
+    deeper = ("resnet152", *new[1:])
+    assert ends("bct", *table_3) == [old, new]
+    assert ends("bct_deeper", *table_3) == [old, deeper]
+    assert ends("bct_wide", *table_3) == [old, ("resnet152", 256, *new[2:])]
+    assert ends("bct_relu", *table_3) == [old, ("resnet152", 128, True, *new[3:])]
+    softmax, normed = ("softmax", None, 59000), ("cosface", 0.0, 59000)
+    assert ends("bct_softmax_to_cosine", *table_3) == [(*new[:3], *softmax), new]
+    assert ends("bct_norm_softmax_to_cosine", *table_3) == [(*new[:3], *normed), new]
+    for name in ("deeper", "wide", "relu", "norm_softmax_to_cosine", "softmax_to_cosine"):
+        assert rows[f"bct_{name}"].new_run.values["method"] == "bct"
+    # Table 4: (phi_3, phi_1), (phi_2, phi_1), (phi_3, phi_2), and the bound of phi_2.
+    chain, first, second = (rows[f"bct_{name}"] for name in ("chain", "first_hop", "second_hop"))
+    assert [run.values["classes"] for run in (first.old_run, first.new_run, second.new_run)] == [
+        14750, 29500, 59000,
+    ]  # fmt: skip
+    assert (first.old_run, second.new_run) == (chain.old_run, chain.new_run)
+    assert first.new_run == second.old_run and first.new_run.values["old"] == first.old_run.folder
+    assert second.new_run.values["old"] == first.new_run.folder
+    alone = rows["independent_first_hop"]
+    assert upper_bound_key(alone) == upper_bound_key(first) and "old" not in alone.new_run.values

@@ -23,6 +23,7 @@ from nobackfill.research.rows import (
     row_in,
 )
 from nobackfill.research.settings import (
+    DEEPER,
     allocations,
     chains,
     disjoint,
@@ -436,17 +437,38 @@ def arcface(shared: SharedModels) -> list[MethodRow]:
 def variants(shared: SharedModels) -> list[MethodRow]:
     """List BCT Table 3: twice the dimension, and the two failures that it reports.
 
+    A published set under the paper's head has all rows of the table, as it prints them: a deeper
+    network (also in the rows of twice the dimension and of ReLU), and old models of all classes
+    under a softmax with and without norms.
+
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
     embedding_dim, or KeyError is raised.
     """
     place, split = shared.place, shared.split
-    dim = place.preset.embedder["embedding_dim"]
+    preset = place.preset
+    dim = preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
 
     def bct(name: str, old: TrainingRun, **values: Any) -> MethodRow:
         run = place.embedder(name, classes=split.new, role="new", old=old, method="bct", **values)
         return MethodRow(name, old, run)
 
+    if preset.published is not None and preset.embedder.get("head") == "cosface":
+        deeper: dict[str, Any] = {"backbone": DEEPER[str(preset.embedder["backbone"])]}
+        plain, normed = (
+            place.embedder(f"old-all-{name}", classes=split.new, role="old", **head)
+            for name, head in (
+                ("softmax", {"head": "softmax", "margin": None, "scale": None}),
+                ("norm-softmax", {"margin": 0.0}),
+            )
+        )
+        return [
+            bct("bct_deeper", shared.old, **deeper),
+            bct(RowName.BCT_WIDE, shared.old, embedding_dim=2 * dim, **deeper),
+            bct(RowName.BCT_RELU, shared.old, last_nonlin=True, **deeper),
+            bct("bct_norm_softmax_to_cosine", normed),
+            bct(RowName.BCT_SOFTMAX_TO_COSINE, plain),
+        ]
     softmax = place.embedder(
         "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
     )

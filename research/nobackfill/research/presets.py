@@ -301,7 +301,7 @@ IJBC = replace(
     splits=(Split("main", 29500, 59000, 0, 0, first_of_chain=14750, second_of_chain=29500),),
     groups=(
         *("independent", "l2", "lwf_new_data", "bct", "bct_kd", "bct_sys"),
-        *("variants", "bct_chain"),
+        *("variants", "bct_chain", "bct_first_hop", "bct_second_hop", "independent_first_hop"),
     ),
     published=published.IJBC,
 )

@@ -82,7 +82,8 @@ def chains(shared: SharedModels) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
     The rows, in order: FCT with side-information in two hops, then directly, both without it, each
-    hop alone with it and without, BCT, DMU. A split without chains has no such rows.
+    hop alone with it and without, an independent v2 after v1, and BCT and DMU over both updates and
+    over each. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """
@@ -113,13 +114,14 @@ def chains(shared: SharedModels) -> list[MethodRow]:
         MethodRow("second_hop", v2, v3, (second_hop,), psi2),
         MethodRow("first_hop_none", v1, v2, plain[:1]),
         MethodRow("second_hop_none", v2, v3, plain[1:]),
-        *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
+        MethodRow("independent_first_hop", v1, v2),
+        *(row for method in ("bct", "dmu") for row in _trained_in_a_row(shared, method, v1)),
     ]
 
 
-def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> MethodRow:
-    """Describe phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table
-    6). DMU's gallery is migrated by psi_2 and then psi_3 (Figure 3)."""
+def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> list[MethodRow]:
+    """Describe phi_3, compatible with phi_2, which is compatible with phi_1: both updates, then
+    each alone (BCT Table 4). DMU's gallery is migrated by psi_2 and then psi_3 (its Figure 3)."""
     place, split = shared.place, shared.split
     options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
 
@@ -130,7 +132,15 @@ def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> Met
 
     second = step(f"{method}-v2", split.second_of_chain, "second", v1)
     third = step(f"{method}-v3", split.new, "new", second)
-    return MethodRow(f"{method}_chain", v1, third, (second, third) if method == "dmu" else ())
+    updates = {
+        "chain": (v1, third, (second, third)),
+        "first_hop": (v1, second, (second,)),
+        "second_hop": (second, third, (third,)),
+    }
+    return [
+        MethodRow(f"{method}_{name}", old, new, route if method == "dmu" else ())
+        for name, (old, new, route) in updates.items()
+    ]
 
 
 def long_chain(shared: SharedModels) -> list[MethodRow]:
@@ -301,8 +311,11 @@ def noise(shared: SharedModels) -> list[MethodRow]:
     return [row(RowName.NOISY_UNIBCT, "refined"), row(RowName.NOISY_UNIBCT_VANILLA, "vanilla")]
 
 
-# A deeper backbone for each, of DMU's fourth scenario and UniBCT's fifth allocation.
-DEEPER = {"resnet18": "resnet50", "resnet50": "resnet101", "small": "small_resnet"}
+# A deeper backbone for each, of BCT Table 3, DMU's fourth scenario and UniBCT's fifth allocation.
+DEEPER = {
+    "resnet18": "resnet50", "resnet50": "resnet101", "resnet101": "resnet152",
+    "small": "small_resnet",
+}  # fmt: skip
 
 
 def allocations(shared: SharedModels) -> list[MethodRow]:
