@@ -129,20 +129,20 @@ def _line_texts(
     lines = read_text_lines(path, refusals, key=key, column=column)
     if refusals is None:
         return [(one.id, one.text) for one in lines]
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for one in lines:
-        if one.id in found:
+        if one.id in texts:
             refusals[one.id] = "an earlier line has this id, and its text is embedded"
         elif not _is_unicode(one.id + one.text):
             refusals[one.id] = "expected an id and a text in valid Unicode; correct this item"
         else:
-            found[one.id] = one.text
-    if refusals and not found:
+            texts[one.id] = one.text
+    if refusals and not texts:
         # Such as a wrong `key`: the lines need not be named one by one.
         name, reason = next(iter(refusals.items()))
         refusals.clear()
         raise InvalidInputError(f"{name}: {reason}")
-    return list(found.items())
+    return list(texts.items())
 
 
 def _column_texts(
