@@ -20,7 +20,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.release.routes import Route, open_route, plan_route
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import run
+from nobackfill.server.stores.postgresql.database import execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.rows import copy_in, copy_out
 from nobackfill.server.upgrades.workers.processes import WorkerProcesses
@@ -47,7 +47,7 @@ def fill(store: PostgresqlGallery, size: int, *, graph: bool) -> None:
     """Put so many things, by number; a `graph` takes long to grow."""
     if not graph:
         statement = f"DROP INDEX {store.schema}.vectors_1_graph"
-        store.database.write(lambda connection: run(connection, statement))
+        store.database.write(lambda connection: execute(connection, statement))
     space, items = store.active().spec.space, data.things(size)
     for start in range(0, size, PUT_ROWS):
         rows = slice(start, start + PUT_ROWS)
@@ -134,7 +134,7 @@ class Upgrading:
     ) -> tuple[float, float, float]:
         """Seconds of reading, carrying, writing."""
         database, spec = self._store.database, source.spec
-        table, into = (schema.table_of(self._store.schema, s.number) for s in (source, target))
+        table, into = (schema.table_name(self._store.schema, s.number) for s in (source, target))
         where = f"label > {first} AND label <= {first + SLICE}"
         began = time.perf_counter()
         labels, old, side = database.read(

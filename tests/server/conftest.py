@@ -179,5 +179,5 @@ def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No search counts as slow, nor as one whose items have to be read: on a busy machine, or by
     what was asked before, a few are, and then all go to threads."""
-    monkeypatch.setattr(SearchSpeed, "record", lambda *_: None)
+    monkeypatch.setattr(SearchSpeed, "record_search", lambda *_: None)
     monkeypatch.setattr(SearchSpeed, "record_receiver_search", lambda *_, **__: None)

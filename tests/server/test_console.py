@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from nobackfill.plugins.web.console.operations import evidence_matrix
-from nobackfill.plugins.web.console.playground import _url
+from nobackfill.plugins.web.console.playground import _picture_url
 from nobackfill.plugins.web.console.sessions import LoadMeter
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
 from nobackfill.server.gateway import GatewayServer
@@ -212,7 +212,7 @@ def test_a_token_that_is_revoked_ends_its_session(guarded: GatewayServer) -> Non
 
 def test_hits_lead_to_addresses_of_the_web_alone() -> None:
     def url(template: str, **metadata: str) -> str:
-        return _url(Hit("a/b", 0.0, None, 1, "native", metadata), template)
+        return _picture_url(Hit("a/b", 0.0, None, 1, "native", metadata), template)
 
     assert url("https://x/{id}.jpg") == "https://x/a%2Fb.jpg"
     assert url("https://x/{k}", k="?&<") == "https://x/%3F%26%3C"

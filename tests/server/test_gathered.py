@@ -111,13 +111,13 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
     with Client(served.address) as client:
         expected = on_a_thread(client, request)
         for _ in range(60):
-            speed.record(0.5)
+            speed.record_search(0.5)
         usual, before = speed._typical, searched_in_batches(served)
         for _ in range(3):
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
         assert (speed._typical, searched_in_batches(served)) == (usual, before)
     for _ in range(200):
-        speed.record(0.0001)
+        speed.record_search(0.0001)
 
 
 @pytest.mark.hot_path

@@ -268,10 +268,10 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
         assert answer_immediately(served, request) is not None
         speed = served.galleries.peek("g").search_speed
         for _ in range(60):
-            speed.record(0.5)
+            speed.record_search(0.5)
         assert answer_immediately(served, request) is None
         for _ in range(200):
-            speed.record(0.0001)
+            speed.record_search(0.0001)
         assert answer_immediately(served, request) is not None
         assert len(ids(client.raw.searches.Search(request, timeout=TIMEOUT_S))) == 10
 
@@ -282,13 +282,13 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
 ) -> None:
     """Where items have to be read, a search on arrival is one for nothing."""
     tried: list[int] = []
-    in_python = answering._in_python
+    in_python = answering._answer_in_python
 
     def counted(*given: Any, may_read: bool) -> bytes | None:
         tried.append(len(tried))
         return in_python(*given, may_read=may_read)
 
-    monkeypatch.setattr(answering, "_in_python", counted)
+    monkeypatch.setattr(answering, "_answer_in_python", counted)
     with Client(served.address) as client:
         request = asking(one, 7)
         expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)

@@ -81,7 +81,7 @@ def test_a_slow_gallery_delays_no_other(
     query = embedding(one, images(5)[2])
     slow = gateway.galleries.peek("slow")
     # As its last searches did; nobody knows of one that was never searched.
-    slow.search_speed.record(10.0)
+    slow.search_speed.record_search(10.0)
 
     def ask() -> Answer[Hit]:
         return client.find_by(query, name="slow", k=1)

@@ -8,9 +8,9 @@ import pytest
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import (
     Database,
+    execute,
     is_committed,
     mark_transaction,
-    run,
 )
 from tests.support.postgres import Server
 
@@ -21,12 +21,12 @@ def test_a_transaction_is_under_way_then_committed_or_not(postgres: Server) -> N
         database.open(schema.prepare)
         with database.connect() as one, database.connect() as other:
             for ending, expected in (("COMMIT", True), ("ROLLBACK", False), ("COMMIT", True)):
-                run(one, "BEGIN")
-                run(one, "SELECT pg_current_xact_id()")
+                execute(one, "BEGIN")
+                execute(one, "SELECT pg_current_xact_id()")
                 signature = mark_transaction(one, None)
                 assert signature is not None
                 assert is_committed(other, signature) is None
-                run(one, ending)
+                execute(one, ending)
                 assert is_committed(other, signature) is expected
         database.close()
 
@@ -36,24 +36,24 @@ def test_what_wrote_nothing_leaves_no_mark_and_old_marks_go(postgres: Server) ->
         database = Database(url)
         database.open(schema.prepare)
         with database.connect() as connection:
-            run(connection, "DELETE FROM nobackfill.commits")
-            run(connection, "BEGIN")
+            execute(connection, "DELETE FROM nobackfill.commits")
+            execute(connection, "BEGIN")
             assert mark_transaction(connection, None) is None
-            run(connection, "SELECT pg_current_xact_id()")
+            execute(connection, "SELECT pg_current_xact_id()")
             first = mark_transaction(connection, None)
-            run(connection, "COMMIT")
+            execute(connection, "COMMIT")
             assert first is not None and is_committed(connection, first) is True
-            run(connection, "BEGIN")
+            execute(connection, "BEGIN")
             assert mark_transaction(connection, first.mark) is None
-            run(connection, "SELECT pg_current_xact_id()")
+            execute(connection, "SELECT pg_current_xact_id()")
             second = mark_transaction(connection, first.mark)
-            run(connection, "COMMIT")
+            execute(connection, "COMMIT")
             assert second is not None and is_committed(connection, second) is True
             assert is_committed(connection, first) is False
-            run(connection, "UPDATE nobackfill.commits SET at = at - interval '23 hours'")
+            execute(connection, "UPDATE nobackfill.commits SET at = at - interval '23 hours'")
             schema.prepare(connection)
             assert is_committed(connection, second) is True
-            run(connection, "UPDATE nobackfill.commits SET at = at - interval '2 hours'")
+            execute(connection, "UPDATE nobackfill.commits SET at = at - interval '2 hours'")
             schema.prepare(connection)
             assert is_committed(connection, second) is False
         database.close()
@@ -65,13 +65,13 @@ def test_a_thread_that_writes_leaves_one_mark(postgres: Server) -> None:
     with postgres.database() as url:
         database = Database(url, most=2)
         database.open(schema.prepare)
-        database.write(lambda c: run(c, "CREATE TABLE kept (number int CHECK (number < 9))"))
+        database.write(lambda c: execute(c, "CREATE TABLE kept (number int CHECK (number < 9))"))
 
         def write(number: int = 1) -> None:
-            database.write(lambda c: run(c, f"INSERT INTO kept VALUES ({number})"))
+            database.write(lambda c: execute(c, f"INSERT INTO kept VALUES ({number})"))
 
         def marks() -> int:
-            found = database.read(lambda c: run(c, "SELECT count(*) FROM nobackfill.commits"))
+            found = database.read(lambda c: execute(c, "SELECT count(*) FROM nobackfill.commits"))
             return int(found.fetchone()[0])
 
         for _ in range(3):
@@ -83,7 +83,7 @@ def test_a_thread_that_writes_leaves_one_mark(postgres: Server) -> None:
         assert marks() == 2
         with pytest.raises(psycopg.errors.CheckViolation):
             write(9)
-        database.write(lambda c: run(c, "SELECT 1"))
+        database.write(lambda c: execute(c, "SELECT 1"))
         write()
         assert marks() == 2
         database.close()
@@ -96,7 +96,7 @@ def test_a_nested_transaction_is_part_of_the_outer_one(postgres: Server) -> None
         ends: list[str] = []
 
         def insert(value: int) -> None:
-            database.write(lambda one: run(one, "INSERT INTO numbers VALUES (%s)", [value]))
+            database.write(lambda one: execute(one, "INSERT INTO numbers VALUES (%s)", [value]))
             database.after_commit(lambda: ends.append(f"{value} is durable"))
 
         def nested(error: Exception | None) -> None:
@@ -107,12 +107,12 @@ def test_a_nested_transaction_is_part_of_the_outer_one(postgres: Server) -> None
             if error is not None:
                 raise error
 
-        database.write(lambda one: run(one, "CREATE TABLE numbers (number integer)"))
+        database.write(lambda one: execute(one, "CREATE TABLE numbers (number integer)"))
         with pytest.raises(ZeroDivisionError):
             database.transact(lambda: nested(ZeroDivisionError()))
         query = "SELECT count(*) FROM numbers"
-        assert database.read(lambda one: run(one, query).fetchone()) == (0,)
+        assert database.read(lambda one: execute(one, query).fetchone()) == (0,)
         database.transact(lambda: nested(None))
-        assert database.read(lambda one: run(one, query).fetchone()) == (3,)
+        assert database.read(lambda one: execute(one, query).fetchone()) == (3,)
         assert ends == ["1 is durable", "2 is durable", "3 is durable"]
         database.close()

@@ -10,9 +10,9 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.database import Database, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
-from nobackfill.server.stores.postgresql.writes import frontier, lock_gallery_exclusive
+from nobackfill.server.stores.postgresql.writes import lock_gallery_exclusive, read_frontier
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -50,17 +50,17 @@ def put_and_delete(store: PostgresqlGallery) -> None:
 
 def reached(store: PostgresqlGallery, space: str = TWO) -> int:
     number = store.space(space).number
-    return store.database.read(lambda connection: frontier(connection, store.schema, number))
+    return store.database.read(lambda connection: read_frontier(connection, store.schema, number))
 
 
 def truly_lacking(store: PostgresqlGallery, space: str = TWO) -> list[int]:
     """Labels without a vector, by a join of all."""
-    table = schema.table_of(store.schema, store.space(space).number)
+    table = schema.table_name(store.schema, store.space(space).number)
     query = (
         f"SELECT i.label FROM {store.schema}.items i LEFT JOIN {table} v ON v.label = i.label"
         " WHERE v.label IS NULL ORDER BY i.label"
     )
-    return store.database.read(lambda c: [label for (label,) in run(c, query)])
+    return store.database.read(lambda c: [label for (label,) in execute(c, query)])
 
 
 class Raced(PostgresqlGallery):
@@ -137,8 +137,8 @@ def test_a_label_that_was_drawn_and_not_yet_committed_is_waited_for(database: Da
     store = staged(database, "late")
     with database.connect() as other:
         with other.transaction():
-            run(other, f"LOCK TABLE {store.schema}.gate IN ROW SHARE MODE")
-            run(other, f"INSERT INTO {store.schema}.items (id) VALUES ('late')")
+            execute(other, f"LOCK TABLE {store.schema}.gate IN ROW SHARE MODE")
+            execute(other, f"INSERT INTO {store.schema}.items (id) VALUES ('late')")
             put(store, "later", ONE, TWO)
             looking = threading.Thread(target=store.advance_frontier, args=(TWO,))
             looking.start()
@@ -153,7 +153,7 @@ def waits(database: Database, store: PostgresqlGallery) -> bool:
     """Whether somebody waits for the gate."""
     gate = f"relation = '{store.schema}.gate'::regclass"
     query = f"SELECT count(*) FROM pg_locks WHERE {gate} AND NOT granted"
-    return bool(database.read(lambda connection: run(connection, query).fetchone()[0]))
+    return bool(database.read(lambda connection: execute(connection, query).fetchone()[0]))
 
 
 def test_what_is_carried_and_taken_back_leaves_no_frontier(database: Database) -> None:

@@ -14,7 +14,7 @@ from nobackfill.server.galleries import hosted_database
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.hosted_database import HostedInDatabase
 from nobackfill.server.stores.postgresql import graphs, schema
-from nobackfill.server.stores.postgresql.database import EF, Connection, run
+from nobackfill.server.stores.postgresql.database import EF, Connection, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from tests.stores.thin_graphs import SPACE, filled, islands, thin
 from tests.support.waiting import wait_until
@@ -82,7 +82,7 @@ def test_a_bad_graph_is_waited_for_and_its_words_mend_it(
     assert commands is not None
     with empty.database.connect() as connection:
         for command in commands.groups():
-            run(connection, command)
+            execute(connection, command)
     ready.join(60)
     assert not ready.is_alive()
     assert is_good(empty)
@@ -105,12 +105,12 @@ def test_what_waits_can_be_called_off(
 
 def dropped(connection: Connection, index: str) -> None:
     """Which waits until the measurement is over."""
-    run(connection, f"DROP INDEX {index}")
+    execute(connection, f"DROP INDEX {index}")
 
 
 def ended(connection: Connection, _index: str) -> None:
     """Every other connection, as where the server goes."""
-    run(
+    execute(
         connection,
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()",
@@ -121,7 +121,7 @@ def cancelled(connection: Connection, _index: str) -> None:
     """Every statement for a while, as its timeout does."""
     for _ in range(30):
         time.sleep(0.005)
-        run(
+        execute(
             connection,
             "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE state = 'active'"
             " AND datname = current_database() AND pid <> pg_backend_pid()",

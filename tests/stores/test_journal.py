@@ -5,7 +5,7 @@ import pytest
 from nobackfill.gallery import edits
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import journal
-from nobackfill.server.stores.postgresql.database import TABLE, Connection, run
+from nobackfill.server.stores.postgresql.database import TABLE, Connection, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.schema import migrate
 from tests.gallery.making import ids, spec, vectors
@@ -104,7 +104,7 @@ def test_a_journal_that_does_not_know_when_goes_on(store: PostgresqlGallery) -> 
     begin(store)
     noted(store)
     store.delete(["item-2"])
-    store.database.write(lambda connection: run(connection, f"DROP TABLE {store.schema}.told"))
+    store.database.write(lambda connection: execute(connection, f"DROP TABLE {store.schema}.told"))
     assert not store.database.read(lambda connection: journal.has_journal(connection, store.schema))
     begin(store)
     assert noted(store) == {store.space(ONE).number: [3]}
@@ -119,9 +119,9 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
         with database.connect() as other, other.transaction():
             migrate(other, to)
             # This version's code goes on here, beside either format.
-            run(other, TABLE)
+            execute(other, TABLE)
         assert not database.read(lambda connection: journal.has_journal(connection, store.schema))
-        assert database.read(lambda connection: run(connection, TRIGGERS).fetchone()) == (0,)
+        assert database.read(lambda connection: execute(connection, TRIGGERS).fetchone()) == (0,)
         assert store.delete(["item-0"]) == (to == 2)
     begin(store)
     assert noted(store) == {store.space(ONE).number: [2, 3]}

@@ -7,7 +7,7 @@ from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.database import Database, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.leading import GatewayDatabaseLock
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
@@ -37,7 +37,7 @@ def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) ->
         assert two.count_claimed("2026-02-27") == 3
         assert two.claim(labels[1:], "2026-03-07", 9) == labels[1:]
         query = f"SELECT day FROM {gallery.schema}.healing_spent ORDER BY day"
-        assert database.read(lambda c: run(c, query).fetchall()) == [
+        assert database.read(lambda c: execute(c, query).fetchall()) == [
             ("2026-02-28",),
             ("2026-03-07",),
         ]
@@ -56,10 +56,10 @@ def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
         ledger.return_claims(labels[1:3])
         ledger.return_claims(labels[1:3])
         assert ledger.count_claimed(day) == 2
-        assert ledger.requested(9) == []
+        assert ledger.requested_labels(9) == []
         # Of the two that are over, one is claimed; the others stay wanted.
         assert ledger.claim(labels[1:], day, 3) == labels[1:2]
-        assert ledger.requested(9) == labels[2:]
+        assert ledger.requested_labels(9) == labels[2:]
         database.close()
 
 

@@ -13,7 +13,7 @@ from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import schema, writes
 from nobackfill.server.stores.postgresql.conditions import sql_condition
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import SpaceTable, search
 from tests.gallery.making import Linear, ids, spec, vectors
@@ -104,8 +104,8 @@ def test_a_little_that_is_left_is_not_sought_among_all(
     carry(store)
     put(store, ids(5, 3_000), ONE)
     put(store, ids(9, 3_005), ONE, TWO)
-    old, new = (schema.table_of(store.schema, store.space(space).number) for space in (ONE, TWO))
-    store.database.write(lambda connection: run(connection, f"ANALYZE {old}, {new}"))
+    old, new = (schema.table_name(store.schema, store.space(space).number) for space in (ONE, TWO))
+    store.database.write(lambda connection: execute(connection, f"ANALYZE {old}, {new}"))
     assert rows_read(store, old) > 3_000, "as many as there are, where nobody has looked"
     store.advance_frontier(TWO)
     assert rows_read(store, old) < 100
@@ -116,7 +116,7 @@ def rows_read(store: PostgresqlGallery, table: str) -> int:
     """Of a table, by one search of three queries."""
 
     def read(connection: Connection) -> int:
-        return int(run(connection, READ, [table]).fetchone()[0])
+        return int(execute(connection, READ, [table]).fetchone()[0])
 
     def asked() -> int:
         before = store.database.read(read)

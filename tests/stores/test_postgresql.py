@@ -23,7 +23,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.conditions import sql_condition
-from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
 from nobackfill.server.stores.postgresql.leading import lock_releases
 from tests.gallery.making import ids, spec, vectors
@@ -52,7 +52,7 @@ def put(store: PostgresqlGallery, name: str, seed: int = 1) -> int:
 
 
 def backend(connection: Connection) -> int:
-    return int(run(connection, "SELECT pg_backend_pid()").fetchone()[0])
+    return int(execute(connection, "SELECT pg_backend_pid()").fetchone()[0])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -64,16 +64,16 @@ def test_a_connection_that_breaks_at_the_commit_leaves_one_put(
 
     def breaking(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
         if statement != "COMMIT" or broken:
-            return run(connection, statement, values)
+            return execute(connection, statement, values)
         broken.append(backend(connection))
         if when == "after":
-            run(connection, "COMMIT")
+            execute(connection, "COMMIT")
         postgres.sql(f"SELECT pg_terminate_backend({broken[0]})")
         time.sleep(0.05)
         # What is read now is the end of the connection.
-        return run(connection, "SELECT 1")
+        return execute(connection, "SELECT 1")
 
-    monkeypatch.setattr(database_module, "run", breaking)
+    monkeypatch.setattr(database_module, "execute", breaking)
     label = put(store, "a")
     assert broken
     assert [(item.id, item.label) for item, _ in store.list_page(ONE, 9)[0]] == [("a", label)]
@@ -148,20 +148,22 @@ def test_what_a_server_forgot_in_a_crash_is_written_again(others: int) -> None:
 
         def work(connection: Connection) -> None:
             tries.append(len(tries))
-            run(connection, "INSERT INTO kept VALUES (1)")
+            execute(connection, "INSERT INTO kept VALUES (1)")
 
         writing = threading.Thread(target=database.write, args=(work,))
         writing.start()
         try:
             with database.connect() as other:
-                wait_until(lambda: run(other, _COMMITTING).fetchone()[0] == 1, what="it commits")
+                wait_until(
+                    lambda: execute(other, _COMMITTING).fetchone()[0] == 1, what="it commits"
+                )
                 server.stop(signal.SIGQUIT)
             server.alone(*["SELECT pg_current_xact_id()"] * others)
         finally:
             server.start()
             writing.join()
         assert tries == [0, 1]
-        assert database.read(lambda c: run(c, "SELECT count(*) FROM kept").fetchone()) == (1,)
+        assert database.read(lambda c: execute(c, "SELECT count(*) FROM kept").fetchone()) == (1,)
         database.close()
 
 
@@ -200,7 +202,7 @@ def test_calls_that_find_no_connection_say_so(database: Database, store: Postgre
 
 def test_a_put_that_waits_too_long_is_busy(database: Database, store: PostgresqlGallery) -> None:
     with database.connect() as other, other.transaction():
-        run(other, f"LOCK TABLE {store.schema}.gate IN EXCLUSIVE MODE")
+        execute(other, f"LOCK TABLE {store.schema}.gate IN EXCLUSIVE MODE")
         with pytest.raises(BusyError, match="lock timeout"):
             put(store, "a")
         assert store.count() == 0
@@ -233,10 +235,10 @@ def test_a_filter_meets_in_its_index_what_passes_alone(
     store.put(ids(3000), [NewVectors(ONE, vectors(3000, 1))], metadata=metadata)
     condition = sql_condition(filtered)
     with database.connect() as connection:
-        run(connection, f"VACUUM ANALYZE {store.schema}.items")
+        execute(connection, f"VACUUM ANALYZE {store.schema}.items")
         # Of a table as small as this one PostgreSQL would rather read every row.
-        run(connection, "SET enable_seqscan = off")
-        (plan,) = run(
+        execute(connection, "SET enable_seqscan = off")
+        (plan,) = execute(
             connection,
             "EXPLAIN (ANALYZE, FORMAT JSON) "
             f"SELECT label FROM {store.schema}.items i WHERE {condition.sql}",
@@ -318,7 +320,7 @@ def test_a_connection_that_breaks_while_it_waits_for_releases_is_unavailable(
     with ThreadPoolExecutor(1) as pool, lock_releases(database, 5):
         waiting = pool.submit(wait)
         wait_until(
-            lambda: database.read(lambda one: run(one, end_waiting).fetchall()) != [],
+            lambda: database.read(lambda one: execute(one, end_waiting).fetchall()) != [],
             "the wait for the lock",
         )
         with pytest.raises(UnavailableError):

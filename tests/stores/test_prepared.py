@@ -9,13 +9,13 @@ from psycopg import errors
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import search
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
-from nobackfill.server.stores.postgresql.database import Connection, is_connection_lost, run
+from nobackfill.server.stores.postgresql.database import Connection, execute, is_connection_lost
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import (
     PostgresqlSearcher,
     SpaceTable,
+    execute_nearest,
     is_idle,
-    rows_near,
 )
 from tests.gallery.making import ids, spec, vectors
 
@@ -36,13 +36,13 @@ def check(connection: Connection, store: PostgresqlGallery, limit: int = 18) -> 
     """Against the same statement by a cursor."""
     text = statement(store, limit)
     for query in QUERIES:
-        true = run(connection, text, [query]).fetchall()
+        true = execute(connection, text, [query]).fetchall()
         assert len(true) == min(limit, 60)
-        assert rows_near(connection, text, query) == true
+        assert execute_nearest(connection, text, query) == true
 
 
 def names(connection: Connection) -> list[str]:
-    found = run(connection, "SELECT name FROM pg_prepared_statements WHERE name LIKE 'near%'")
+    found = execute(connection, "SELECT name FROM pg_prepared_statements WHERE name LIKE 'near%'")
     return [name for (name,) in found]
 
 
@@ -60,7 +60,7 @@ def test_names_that_are_gone_are_made_again(store: PostgresqlGallery) -> None:
 
     def work(connection: Connection) -> None:
         check(connection, store)
-        run(connection, "DEALLOCATE ALL")
+        execute(connection, "DEALLOCATE ALL")
         connection._prepared.clear()
         assert not names(connection)
         check(connection, store)
@@ -86,9 +86,9 @@ def test_refusals_are_psycopgs(store: PostgresqlGallery) -> None:
         text = statement(store)
         check(connection, store)
         with pytest.raises(errors.UndefinedTable):
-            rows_near(connection, text.replace(".vectors_1", ".vectors_9"), QUERIES[0])
+            execute_nearest(connection, text.replace(".vectors_1", ".vectors_9"), QUERIES[0])
         with pytest.raises(errors.DataException, match="dimensions"):
-            rows_near(connection, text, np.ones(3, np.float32))
+            execute_nearest(connection, text, np.ones(3, np.float32))
         check(connection, store)
         with connection.transaction():
             assert not is_idle(connection), "a refusal would end it"
@@ -100,7 +100,7 @@ def test_refusals_are_psycopgs(store: PostgresqlGallery) -> None:
 def test_a_connection_that_breaks_is_seen_and_another_one_asked(store: PostgresqlGallery) -> None:
     def end_all() -> None:
         with store.database.connect() as connection:
-            run(
+            execute(
                 connection,
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND pid <> pg_backend_pid()",
@@ -110,7 +110,7 @@ def test_a_connection_that_breaks_is_seen_and_another_one_asked(store: Postgresq
         check(connection, store)
         end_all()
         with pytest.raises(psycopg.OperationalError) as seen:
-            rows_near(connection, statement(store), QUERIES[0])
+            execute_nearest(connection, statement(store), QUERIES[0])
         assert is_connection_lost(seen.value)
 
     store.database.read(work)

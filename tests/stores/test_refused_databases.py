@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.errors import CannotWriteError, ConfigurationError, UnavailableError
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, execute
 from tests.support.postgres import Server
 
 
@@ -16,7 +16,7 @@ def opened(url: str) -> None:
     database = Database(url, most=2, wait_s=5.0)
     database.open(schema.prepare)
     try:
-        database.read(lambda connection: run(connection, "SELECT '[1,2]'::vector"))
+        database.read(lambda connection: execute(connection, "SELECT '[1,2]'::vector"))
     finally:
         database.close()
 
@@ -56,7 +56,7 @@ def test_a_search_path_of_the_roles_own_is_no_matter(postgres: Server) -> None:
 
 def test_an_extension_that_is_not_installed_is_named(postgres: Server) -> None:
     def prepare(connection: Connection) -> None:
-        run(connection, "CREATE EXTENSION not_there")
+        execute(connection, "CREATE EXTENSION not_there")
 
     with postgres.database() as url:
         database = Database(url, most=2)

@@ -5,7 +5,7 @@ import numpy as np
 from nobackfill.gallery.spec import Metric, SpaceInfo
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import graphs
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.vectors import Vectors
 from tests.gallery.making import ids, spec, vectors
@@ -17,7 +17,7 @@ def filled(store: PostgresqlGallery, content: Vectors, metric: Metric = "squared
     """A space of these vectors, without a graph."""
     # A graph of the first one is of no use here, and takes longest to grow.
     drop = f"DROP INDEX IF EXISTS {store.schema}.vectors_1_graph"
-    store.database.write(lambda connection: run(connection, drop))
+    store.database.write(lambda connection: execute(connection, drop))
     store.add_staging_space(spec(2, dim=content.shape[1], metric=metric))
     first = NewVectors(spec(1).space, vectors(len(content), 3))
     store.put(ids(len(content)), [first, NewVectors(SPACE, content)])
@@ -29,8 +29,8 @@ def thin(store: PostgresqlGallery, info: SpaceInfo, m: int = 2, construction: in
 
     def work(connection: Connection) -> None:
         name = graphs.graph_name(info)
-        run(connection, f"DROP INDEX IF EXISTS {store.schema}.{name}")
-        run(
+        execute(connection, f"DROP INDEX IF EXISTS {store.schema}.{name}")
+        execute(
             connection,
             f"CREATE INDEX {name} ON {store.schema}.vectors_{info.number} USING hnsw"
             f" (embedding vector_l2_ops) WITH (m = {m}, ef_construction = {construction})",

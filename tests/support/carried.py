@@ -14,7 +14,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.database import Database, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
 from nobackfill.server.upgrades.workers.workers import Workers, WorkerUpgrades
 from nobackfill.vectors import Vectors
@@ -36,7 +36,7 @@ class Carried:
         self.store = PostgresqlGalleries(self.database).create("g", [self.source], {})
         # An upgrade does not read the graph, and it takes long to grow.
         drop = f"DROP INDEX {self.store.schema}.vectors_1_graph"
-        self.database.write(lambda connection: run(connection, drop))
+        self.database.write(lambda connection: execute(connection, drop))
         names = [f"item-{n}" for n in range(count)]
         for first in range(0, count, _PUT):
             some = names[first : first + _PUT]

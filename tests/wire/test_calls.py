@@ -18,7 +18,7 @@ from nobackfill.client.cli.main import run_line
 from nobackfill.client.output import Output
 from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
 from nobackfill.server.cli.app import app as server_app
-from nobackfill.server.cli.app import show
+from nobackfill.server.cli.app import print_result
 from nobackfill.v1 import release_pb2
 from nobackfill.wire.answers import Answer, Hit
 from nobackfill.wire.connection import open_channel
@@ -182,7 +182,7 @@ def test_what_a_server_says_cannot_move_the_cursor() -> None:
 def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     Output().print_result({}, "a\x1b[2Jb", "c\nd")
     Output().print_note("e\rf")
-    show(False, {}, [["gallery"], ["\x1b[31m[bold]g\n"]])
+    print_result(False, {}, [["gallery"], ["\x1b[31m[bold]g\n"]])
     said = capsys.readouterr()
     assert said.out.splitlines()[:2] == [r"a\x1b[2Jb", r"c\nd"]
     assert said.err == "e\\rf\n"

@@ -80,12 +80,12 @@ class ChromaServer:
                 "chroma: expected https://HOST:PORT or https://HOST:PORT/TENANT/DATABASE as the "
                 "address of the server, got another form"
             )
-        tenant, database = map(_part, names or _DEFAULT)
+        tenant, database = map(_quoted_path_part, names or _DEFAULT)
         self._root = (
             f"{parts.scheme}://{parts.netloc}/api/v2/tenants/{tenant}/databases/{database}"
             "/collections"
         )
-        self._http = _pool()
+        self._http = _connection_pool()
         processes.register_for_forks(self)
 
     def before_fork(self) -> None:
@@ -97,7 +97,7 @@ class ChromaServer:
         The parent's connections stay open there. In the parent, nothing happens.
         """
         if child:
-            self._http = _pool()
+            self._http = _connection_pool()
 
     def describe_collection(self, name: str) -> dict[str, Any]:
         """Return the server's description of a collection: name, id, dimension, metadata and more.
@@ -126,7 +126,9 @@ class ChromaServer:
             name: the collection's name.
         """
         try:
-            description: dict[str, Any] = self.request_json("GET", f"/{_part(name)}", name)
+            description: dict[str, Any] = self.request_json(
+                "GET", f"/{_quoted_path_part(name)}", name
+            )
         except NotFoundError:
             return None
         return description
@@ -181,7 +183,7 @@ class ChromaServer:
         Raises:
             NotFoundError: there is no such collection.
         """
-        self.request_json("DELETE", f"/{_part(name)}", name)
+        self.request_json("DELETE", f"/{_quoted_path_part(name)}", name)
 
     def request_json(
         self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None
@@ -240,11 +242,11 @@ class ChromaServer:
         self._http.clear()
 
 
-def _pool() -> urllib3.PoolManager:
+def _connection_pool() -> urllib3.PoolManager:
     return urllib3.PoolManager(retries=False, timeout=_SECONDS, maxsize=16)
 
 
-def _part(name: str) -> str:
+def _quoted_path_part(name: str) -> str:
     return quote(name, safe="")
 
 
@@ -342,7 +344,7 @@ class ChromaStore:
         description = self._server.find_collection(name)
         if name == self._name:
             if description is None or "name" not in _facts(description):
-                half = self._half()
+                half = self._half_renamed_collection()
                 if half is not None and description is not None:
                     raise AlreadyExistsError(
                         f"{name}: a program created a collection of this name while nobackfill "
@@ -357,7 +359,7 @@ class ChromaStore:
                 description = led
         return description
 
-    def _half(self) -> dict[str, Any] | None:
+    def _half_renamed_collection(self) -> dict[str, Any] | None:
         """Return the original, if an exchange of names was killed between its two requests."""
         before = self._server.find_collection(self.before)
         return before if before and _facts(before).get("half") == self._name else None
@@ -485,7 +487,10 @@ class ChromaStore:
         Raises:
             UnavailableError: the server does not answer within a minute, or the name is in use.
         """
-        if self._server.find_collection(self._name) is None and (half := self._half()) is not None:
+        if (
+            self._server.find_collection(self._name) is None
+            and (half := self._half_renamed_collection()) is not None
+        ):
             self._server.rename_collection(half, {"half": ""}, self._name)
 
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
@@ -656,7 +661,7 @@ class ChromaSource(FlippingSource):
             return
         for window in original.windows(_PAGE):
             original.records(window)
-        if _sum(original) not in compared.split():
+        if _sweep_digest(original) not in compared.split():
             raise InvalidInputError(
                 f"{self._name}: programs have written {original.name!r} since the flip, because "
                 f"they hold the id of the old collection; restart these programs. {way}"
@@ -699,9 +704,11 @@ class ChromaSource(FlippingSource):
         assert isinstance(original, ChromaCollection)
         for first in range(0, len(keys), _PAGE):
             some = keys[first : first + _PAGE]
-            sums = [_sum(original)]
+            sums = [_sweep_digest(original)]
             original.forget_swept(some)
-            self._store.record_facts(self._here.name, {"before": " ".join([*sums, _sum(original)])})
+            self._store.record_facts(
+                self._here.name, {"before": " ".join([*sums, _sweep_digest(original)])}
+            )
             original.remove(some)
 
     def drop_old(self) -> None:
@@ -739,10 +746,10 @@ class ChromaCopy(FlippingCopy):
         """
         with super().flip():
             yield
-            self._store.record_facts(self._copy.name, {"before": _sum(self._source)})
+            self._store.record_facts(self._copy.name, {"before": _sweep_digest(self._source)})
 
 
-def _sum(collection: Collection) -> str:
+def _sweep_digest(collection: Collection) -> str:
     """Return the digest of the items that the last sweep of a collection read."""
     assert isinstance(collection, ChromaCollection)
     return f"{collection.swept_ids:016x}"
@@ -790,7 +797,7 @@ class ChromaCollection:
             for kind in ("hnsw", "spann")
             if (settings := configuration.get(kind))
         }
-        self.settings = _settings(description, self.index)
+        self.settings = _copied_settings(description, self.index)
         self.swept_ids = 0
         self._ids: list[str] | None = None
 
@@ -806,7 +813,7 @@ class ChromaCollection:
                 refuses the request otherwise.
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
-        some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
+        some = self._request_records({"limit": 1, "include": ["documents", "metadatas", "uris"]})
         columns = tuple(some[0].other_values) if some else ()
         metric = parse_store_metric(space, _METRICS, self.name)
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
@@ -850,10 +857,10 @@ class ChromaCollection:
                 refuses the request otherwise.
         """
         ids = self._ids_in(window)
-        records = self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
+        records = self._read_records(ids, ["embeddings", "documents", "metadatas", "uris"])
         if window.lower is None:
             self.swept_ids = 0
-        self._count(records)
+        self._add_to_sweep_digest(records)
         return records
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -882,7 +889,7 @@ class ChromaCollection:
         Returns:
             A set of ids.
         """
-        return {one.key for one in self._read(list(keys), [])}
+        return {one.key for one in self._read_records(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         """Insert or replace items with new vectors, in requests of 500.
@@ -908,7 +915,7 @@ class ChromaCollection:
                 ],
             }
             self._request("POST", "/upsert", body)
-            self._note(str(one.key) for one in some)
+            self._add_to_listing(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
         """Delete items by id; unknown ids are ignored.
@@ -924,7 +931,7 @@ class ChromaCollection:
         Args:
             keys: ids; unknown ones are ignored.
         """
-        self._count(self.lookup(keys))
+        self._add_to_sweep_digest(self.lookup(keys))
 
     def remove_items_with_lists(self) -> None:
         """Delete the items whose metadata have a list.
@@ -947,7 +954,7 @@ class ChromaCollection:
         Args:
             ids: ids; none: no request is sent.
         """
-        return self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
+        return self._read_records(ids, ["embeddings", "documents", "metadatas", "uris"])
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
@@ -977,7 +984,7 @@ class ChromaCollection:
         last = len(ids) if window.upper is None else bisect_right(ids, str(window.upper))
         return ids[first:last]
 
-    def _note(self, ids: Iterable[str]) -> None:
+    def _add_to_listing(self, ids: Iterable[str]) -> None:
         """Insert ids that were put into the listing, which later windows use.
 
         Ids come in order, so they go near its end.
@@ -989,7 +996,7 @@ class ChromaCollection:
             if self._ids[at : at + 1] != [one]:
                 self._ids.insert(at, one)
 
-    def _count(self, records: Iterable[Record]) -> None:
+    def _add_to_sweep_digest(self, records: Iterable[Record]) -> None:
         """Add items to the digest of the sweep, or take them out again; no order counts."""
         for one in records:
             item = hashlib.sha256(f"{one.key} {one.digest}".encode()).hexdigest()
@@ -1000,13 +1007,15 @@ class ChromaCollection:
         self._ids = sorted(self._request("POST", "/get", {"include": []})["ids"])
         return self._ids
 
-    def _read(self, ids: Sequence[str], include: list[str]) -> list[Record]:
+    def _read_records(self, ids: Sequence[str], include: list[str]) -> list[Record]:
         records = []
         for first in range(0, len(ids), _PAGE):
-            records += self._get({"ids": list(ids[first : first + _PAGE]), "include": include})
+            records += self._request_records(
+                {"ids": list(ids[first : first + _PAGE]), "include": include}
+            )
         return sorted(records, key=lambda one: str(one.key))
 
-    def _get(self, body: Mapping[str, Any]) -> list[Record]:
+    def _request_records(self, body: Mapping[str, Any]) -> list[Record]:
         response = self._read_items(body)
         ids = response["ids"]
         none: list[None] = [None] * len(ids)
@@ -1059,7 +1068,7 @@ def _facts(description: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _settings(
+def _copied_settings(
     description: Mapping[str, Any], index: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return settings of a collection for the request that creates another one."""

@@ -129,10 +129,11 @@ class LanceSource:
         names = [
             name
             for name in schema.names
-            if _dim(schema.field(name)) and (vector is not None or not self._is_new(name, schema))
+            if _vector_dim(schema.field(name))
+            and (vector is not None or not self._is_new(name, schema))
         ]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
-            others = [one.name for one in schema if _is_list(one.type) and not _dim(one)]
+            others = [one.name for one in schema if _is_list(one.type) and not _vector_dim(one)]
             unknown = f" ({join_few(others)} are lists of another kind)" if others else ""
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of vectors "
@@ -174,7 +175,7 @@ class LanceSource:
 
     def _is_new(self, name: str, schema: Any) -> bool:
         """Return whether a column holds new vectors that were not flipped to."""
-        return _mark(schema, name).get("to") == name
+        return _column_mark(schema, name).get("to") == name
 
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the old vectors, and the names of other
@@ -191,7 +192,10 @@ class LanceSource:
         """
         schema = self.schema
         others = tuple(name for name in schema.names if name not in (self.key, self.vector))
-        model, dim = _mark(schema, self.vector).get("model"), _dim(schema.field(self.vector))
+        model, dim = (
+            _column_mark(schema, self.vector).get("model"),
+            _vector_dim(schema.field(self.vector)),
+        )
         return Facts(f"{self._name}.{self.vector}", dim, self.metric(), model, others)
 
     def vector_indexes(self) -> list[tuple[str, str, str]]:
@@ -257,7 +261,7 @@ class LanceSource:
         if column not in self.schema.names:
             return 0
         with _translate_errors(self._name):
-            return int(self.table.count_rows(f"{_quoted(column)} IS NOT NULL"))
+            return int(self.table.count_rows(f"{_quoted_column(column)} IS NOT NULL"))
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of `to_rows` rows; all keys are read at the first window.
@@ -344,8 +348,8 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         bounds = [(">", window.lower), ("<=", window.upper)]
-        conditions = [f"{_quoted(column)} IS NOT NULL"] + [
-            f"{_quoted(self.key)} {sign} {_literal(bound)}"
+        conditions = [f"{_quoted_column(column)} IS NOT NULL"] + [
+            f"{_quoted_column(self.key)} {sign} {_sql_literal(bound)}"
             for sign, bound in bounds
             if bound is not None
         ]
@@ -380,7 +384,7 @@ class LanceSource:
         # Arrow's flatten drops them, so that later vectors would belong to wrong keys.
         result = result.filter(result[column].is_valid())
         keys = result[self.key].to_pylist()
-        dim = _dim(result.schema.field(column)) or 0
+        dim = _vector_dim(result.schema.field(column)) or 0
         return Rows([str(one) for one in keys], _vectors(result[column], dim), keys)
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -397,7 +401,7 @@ class LanceSource:
         """
         self._check_column(name)
         result = self.read_window(window, name)
-        return ColumnValues(*_texts(result, self.key, name))
+        return ColumnValues(*_filled_texts(result, self.key, name))
 
     def _check_column(self, name: str) -> None:
         if name not in self.schema.names:
@@ -429,19 +433,23 @@ class LanceSource:
         theirs = next(name for name, ours in _METRICS.items() if ours == metric)
         with _translate_errors(self._name):
             query = self.table.search(np.asarray(vector, np.float32), vector_column_name=column)
-            query = query.distance_type(theirs).where(f"{_quoted(column)} IS NOT NULL")
+            query = query.distance_type(theirs).where(f"{_quoted_column(column)} IS NOT NULL")
             result = query.limit(count).select([self.key, "_distance"]).to_arrow()
         return [str(one) for one in result[self.key].to_pylist()]
 
-    def _looked_up(self, ids: Sequence[str], column: str) -> Any:
+    def _rows_by_id(self, ids: Sequence[str], column: str) -> Any:
         kind = self.schema.field(self.key).type
         literals = [
-            _literal(key) for one in dict.fromkeys(ids) if (key := _key(one, kind)) is not None
+            _sql_literal(key)
+            for one in dict.fromkeys(ids)
+            if (key := _parse_key(one, kind)) is not None
         ]
         if not literals:
             return self.select_rows([self.key, column], "false")
         keys = ", ".join(literals)
-        condition = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
+        condition = (
+            f"{_quoted_column(self.key)} IN ({keys}) AND {_quoted_column(column)} IS NOT NULL"
+        )
         return self.select_rows([self.key, column], condition)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
@@ -456,7 +464,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        return self.to_rows(self._looked_up(ids, self.vector), self.vector)
+        return self.to_rows(self._rows_by_id(ids, self.vector), self.vector)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
@@ -474,7 +482,7 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         self._check_column(column)
-        result = _texts(self._looked_up(ids, column), self.key, column)
+        result = _filled_texts(self._rows_by_id(ids, column), self.key, column)
         return dict(zip(*result, strict=True))
 
     def close(self) -> None:
@@ -535,7 +543,7 @@ class LanceSource:
 
     def _flipped(self, target: Target, schema: Any) -> bool:
         """Tell whether a flip gave the target's name to vectors of its map."""
-        mark = _mark(schema, target.name) if target.name in schema.names else {}
+        mark = _column_mark(schema, target.name) if target.name in schema.names else {}
         return (
             self.vector == old_name_after_flip(target.name)
             and mark.get("map") == target.computer_digest
@@ -562,7 +570,7 @@ class LanceSource:
         """
         schema, name = self.schema, target.name
         flipped = self._flipped(target, schema)
-        mark = _mark(schema, name) if name in schema.names else {}
+        mark = _column_mark(schema, name) if name in schema.names else {}
         ours = mark.get("map") == target.computer_digest and mark.get("to") == name
         if not name or (name in schema.names and not ours and not flipped):
             raise AlreadyExistsError(
@@ -570,7 +578,7 @@ class LanceSource:
                 "choose another --to, or remove the column with `nobackfill carry --rollback`"
             )
         if not ours and not flipped:
-            if _mark(schema, self.vector).get("map") == target.computer_digest:
+            if _column_mark(schema, self.vector).get("map") == target.computer_digest:
                 raise InvalidInputError(
                     f"{self._name}: column {self.vector!r} holds the vectors of this map already, "
                     "so nothing is left to do"
@@ -578,7 +586,10 @@ class LanceSource:
             kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
             facts = {"map": target.computer_digest, "model": target.model, "to": name}
             metadata = {_MARK: json.dumps({key: one for key, one in facts.items() if one})}
-            columns = [pa.field(name, kind, metadata=metadata), pa.field(_of(name), pa.string())]
+            columns = [
+                pa.field(name, kind, metadata=metadata),
+                pa.field(_digest_column(name), pa.string()),
+            ]
             with _translate_errors(self._name):
                 self.table.add_columns(pa.schema(columns))
         return NewLanceColumn(self, target, flipped)
@@ -598,7 +609,7 @@ class LanceSource:
         if name not in schema.names or not self._is_new(name, schema):
             return False
         with _translate_errors(self._name):
-            self.table.drop_columns([name, _of(name)])
+            self.table.drop_columns([name, _digest_column(name)])
         return True
 
     def record_model(self, model: str) -> None:
@@ -612,7 +623,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        mark = _mark(self.schema, self.vector) | {"model": model}
+        mark = _column_mark(self.schema, self.vector) | {"model": model}
         with _translate_errors(self._name):
             update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
             self.table.update_field_metadata(update)
@@ -642,7 +653,7 @@ class LanceSource:
         schema = self.schema
         if column not in schema.names or not self._is_new(column, schema):
             return None
-        return _mark(schema, column).get("map")
+        return _column_mark(schema, column).get("map")
 
     def flip_mark(self) -> str | None:
         """Return the digest of the map that computed the source's vectors; None if no flip put them
@@ -653,7 +664,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        facts = _mark(self.schema, self.vector)
+        facts = _column_mark(self.schema, self.vector)
         return None if facts.get("to") == self.vector else facts.get("map")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
@@ -699,20 +710,20 @@ class LanceSource:
         """
         old = old_name_after_flip(self.vector)
         schema = self.schema
-        made = _mark(schema, self.vector).get("to")
+        made = _column_mark(schema, self.vector).get("to")
         if old not in schema.names or made is None:
             raise NotFoundError(
                 f"table {self._name}: no column {old!r}, which a flip leaves with the old "
                 "vectors, so there is no flip to undo"
             )
-        result = self.read_window(Window(), self.vector, [old, _of(made)])
-        digests = result[_of(made)].to_pylist()
+        result = self.read_window(Window(), self.vector, [old, _digest_column(made)])
+        digests = result[_digest_column(made)].to_pylist()
         new = self.to_rows(result, self.vector)
         old_there = result[old].is_valid().to_pylist()
         changed = [
             row
             for row, digest in enumerate(digests)
-            if old_there[row] and (digest or "")[_DIGEST:] != _digest(new.vectors[row])
+            if old_there[row] and (digest or "")[_DIGEST:] != _content_digest(new.vectors[row])
         ]
         losses: int = len(changed) + old_there.count(False)
         if losses and not allow_loss:
@@ -725,7 +736,7 @@ class LanceSource:
             self.table.alter_columns(
                 {"path": self.vector, "rename": made}, {"path": old, "rename": self.vector}
             )
-            self.table.drop_columns([made, _of(made)])
+            self.table.drop_columns([made, _digest_column(made)])
         return losses
 
     def drop_old(self) -> None:
@@ -742,7 +753,7 @@ class LanceSource:
             raise NotFoundError(
                 f"table {self._name}: no column {old!r}, so that there are no old vectors to drop"
             )
-        digests = _of(_mark(schema, self.vector).get("to") or "")
+        digests = _digest_column(_column_mark(schema, self.vector).get("to") or "")
         with _translate_errors(self._name):
             self.table.drop_columns([one for one in (old, digests) if one in schema.names])
 
@@ -759,10 +770,10 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         for first in range(0, len(keys), _PAGE):
-            some = ", ".join(map(_literal, keys[first : first + _PAGE]))
+            some = ", ".join(map(_sql_literal, keys[first : first + _PAGE]))
             with _translate_errors(self._name):
                 self.table.update(
-                    where=f"{_quoted(self.key)} IN ({some})",
+                    where=f"{_quoted_column(self.key)} IN ({some})",
                     values_sql=dict.fromkeys(columns, "NULL"),
                 )
 
@@ -806,7 +817,7 @@ class NewLanceColumn:
         return self._pending(window, self._source.vector, self._target.name)
 
     def _pending(self, window: Window, old: str, new: str) -> Rows:
-        source, digests = self._source, _of(self._target.name)
+        source, digests = self._source, _digest_column(self._target.name)
         contents = [] if self._target.content_column is None else [self._target.content_column]
         if self.flipped:
             result = source.read_window(window, old, [new])
@@ -816,7 +827,9 @@ class NewLanceColumn:
         values = result[contents[0]].to_pylist() if contents else [None] * len(rows)
         noted = result[digests].to_pylist()
         present = result[new].is_valid().to_pylist()
-        current = [_digest(one, text) for one, text in zip(rows.vectors, values, strict=True)]
+        current = [
+            _content_digest(one, text) for one, text in zip(rows.vectors, values, strict=True)
+        ]
         stale = [
             row
             for row, digest in enumerate(noted)
@@ -859,10 +872,14 @@ class NewLanceColumn:
         name, schema = self._target.name, self._source.schema
         kind = schema.field(name).type
         values = pa.array(np.ascontiguousarray(vectors).ravel()).cast(kind.value_type)
-        new_vectors = _vectors(pa.chunked_array([made := _fixed(values, kind)]), kind.list_size)
+        new_vectors = _vectors(
+            pa.chunked_array([made := _fixed_size_list(values, kind)]), kind.list_size
+        )
         key = pa.array(rows.keys, schema.field(self._source.key).type)
         versions = rows.versions or [""] * len(rows)
-        digests = [f"{one}{_digest(new)}" for one, new in zip(versions, new_vectors, strict=True)]
+        digests = [
+            f"{one}{_content_digest(new)}" for one, new in zip(versions, new_vectors, strict=True)
+        ]
         # After the flip, a row that was filled has the digest of no original.
         self._source.merge_rows(
             pa.table({self._source.key: key, name: made, self._digests: digests})
@@ -870,8 +887,8 @@ class NewLanceColumn:
 
     @property
     def _digests(self) -> str:
-        mark = _mark(self._source.schema, self._target.name)
-        return _of(mark.get("to") or self._target.name)
+        mark = _column_mark(self._source.schema, self._target.name)
+        return _digest_column(mark.get("to") or self._target.name)
 
     def read(self, window: Window) -> Rows:
         """Read the new vectors that were computed here, not those that a writer put.
@@ -1016,12 +1033,12 @@ class NewLanceColumn:
         ]
 
 
-def _of(column: str) -> str:
+def _digest_column(column: str) -> str:
     """Return the name of the column of digests of new vectors."""
     return f"nobackfill_of_{column}"
 
 
-def _mark(schema: Any, column: str) -> dict[str, str]:
+def _column_mark(schema: Any, column: str) -> dict[str, str]:
     """Return what our metadata says about a column; {} without it."""
     try:
         result = json.loads((schema.field(column).metadata or {}).get(_MARK.encode(), b"{}"))
@@ -1034,7 +1051,7 @@ def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind))
 
 
-def _dim(field: Any) -> int | None:
+def _vector_dim(field: Any) -> int | None:
     """Return the dimension of a column of vectors of floats; None for another column."""
     kind = field.type
     if not pa.types.is_fixed_size_list(kind) or not pa.types.is_floating(kind.value_type):
@@ -1050,23 +1067,23 @@ def _vectors(column: Any, dim: int) -> Vectors:
     return np.concatenate(parts).astype(np.float32).reshape(-1, dim)
 
 
-def _fixed(values: Any, kind: Any) -> Any:
+def _fixed_size_list(values: Any, kind: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(values, kind.list_size).cast(kind)
 
 
-def _texts(result: Any, key: str, column: str) -> tuple[list[str], list[str]]:
+def _filled_texts(result: Any, key: str, column: str) -> tuple[list[str], list[str]]:
     """Return keys and values as text, without the rows where the value is empty."""
     pairs = zip(result[key].to_pylist(), result[column].to_pylist(), strict=True)
     filled = [(str(one), str(value)) for one, value in pairs if value not in (None, "")]
     return [one for one, _ in filled], [value for _, value in filled]
 
 
-def _digest(vector: Vectors, content: object = None) -> str:
+def _content_digest(vector: Vectors, content: object = None) -> str:
     text = b"" if content is None else str(content).encode()
     return hashlib.sha256(vector.tobytes() + text).hexdigest()[:_DIGEST]
 
 
-def _quoted(column: str) -> str:
+def _quoted_column(column: str) -> str:
     if "`" in column:
         raise InvalidInputError(
             f"name of a column: expected one without a backtick, got {column!r}; rename the column"
@@ -1074,13 +1091,13 @@ def _quoted(column: str) -> str:
     return f"`{column}`"
 
 
-def _literal(value: object) -> str:
+def _sql_literal(value: object) -> str:
     if isinstance(value, int):
         return str(value)
     return "'" + str(value).replace("'", "''") + "'"
 
 
-def _key(name: str, kind: Any) -> int | str | None:
+def _parse_key(name: str, kind: Any) -> int | str | None:
     """Convert a text to a key of a column's type; None if the type cannot hold it."""
     if not pa.types.is_integer(kind):
         return name

@@ -138,14 +138,14 @@ def open_client(place: str) -> QdrantClient:
                 f"{place}: expected a folder of Qdrant's local mode, which has a meta.json, or "
                 "the address https://HOST:PORT of a server; correct SOURCE"
             )
-        return _folder(Path(place).resolve())
+        return _folder_client(Path(place).resolve())
     parse_server_address(place, "qdrant", KEY)
     key = os.environ.get(KEY)
     # The client's own version check would call the server at once, and print warnings.
     return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
 
 
-def _folder(path: Path) -> QdrantClient:
+def _folder_client(path: Path) -> QdrantClient:
     """Return the one client of a folder in this process; the folder is locked while it is used."""
     client = _FOLDERS.get(path)
     if client is None:
@@ -1129,10 +1129,10 @@ class NewNamedVectors:
             keys = dict(zip(rows.ids[part], rows.keys[part], strict=True))
             versions = rows.versions[part] or [""] * len(read)
             texts = dict(zip(rows.ids[part], map(str, versions), strict=True))
-            self._put_notes(read, new, keys, texts)
-            self._write(read, new, keys)
+            self._write_sketches(read, new, keys, texts)
+            self._write_vectors(read, new, keys)
 
-    def _put_notes(
+    def _write_sketches(
         self,
         read: dict[str, Vectors],
         new: dict[str, Vectors],
@@ -1145,8 +1145,8 @@ class NewNamedVectors:
             models.PointStruct(
                 id=keys[name],
                 vector=[
-                    *_project(old),
-                    *_project(normalise(new[name][None])[0] if unit else new[name]),
+                    *_vector_projections(old),
+                    *_vector_projections(normalise(new[name][None])[0] if unit else new[name]),
                 ],
                 payload={"text": texts[name]} if texts[name] else None,
             )
@@ -1156,11 +1156,11 @@ class NewNamedVectors:
             if not self.flipped or self._clients.process_client.collection_exists(self._notes):
                 self._clients.process_client.upsert(self._notes, points)
 
-    def _write(
+    def _write_vectors(
         self, read: dict[str, Vectors], new: dict[str, Vectors], keys: dict[str, Any]
     ) -> None:
         name, client = self._target.name, self._clients.process_client
-        same = [one for one, is_same in self._same(read).items() if is_same]
+        same = [one for one, is_same in self._unchanged_by_id(read).items() if is_same]
         points = [
             models.PointVectors(id=keys[one], vector={name: new[one].tolist()}) for one in same
         ]
@@ -1171,7 +1171,7 @@ class NewNamedVectors:
         # Qdrant reports points that were deleted meanwhile, and writes the others.
         with suppress(NotFoundError), translated_errors(self._collection):
             client.update_vectors(self._collection, points, update_filter=none)
-        stale = [one for one, is_same in self._same(read).items() if not is_same]
+        stale = [one for one, is_same in self._unchanged_by_id(read).items() if not is_same]
         if not stale:
             return
         present = self._source.lookup(stale, name)
@@ -1182,7 +1182,7 @@ class NewNamedVectors:
         ]
         self._delete(ours)
 
-    def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
+    def _unchanged_by_id(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
         """Return, for each point that still exists, whether its old vector is unchanged."""
         rows = self._source.lookup(list(read))
         pairs = zip(rows.ids, rows.vectors, strict=True)
@@ -1289,7 +1289,7 @@ class VectorSketch:
         """
         noted = self.projections[:_AXES] if part == "old" else self.projections[_AXES:]
         bound = _NEAR[part] * max(1e-6, float(np.linalg.norm(vector)))
-        return bool((np.abs(np.array(noted) - _project(vector)) <= bound).all())
+        return bool((np.abs(np.array(noted) - _vector_projections(vector)) <= bound).all())
 
 
 def sketches_collection(collection: str, name: str) -> str:
@@ -1300,14 +1300,14 @@ def sketches_collection(collection: str, name: str) -> str:
     return f"{collection}-nobackfill-{plain}{digest}"
 
 
-def _project(vector: Vectors) -> list[float]:
+def _vector_projections(vector: Vectors) -> list[float]:
     """Return four fixed projections of a vector."""
-    projections: list[float] = (_axes(len(vector)) @ vector.astype(np.float64)).tolist()
+    projections: list[float] = (_projection_axes(len(vector)) @ vector.astype(np.float64)).tolist()
     return projections
 
 
 @cache
-def _axes(dim: int) -> NDArray[np.float64]:
+def _projection_axes(dim: int) -> NDArray[np.float64]:
     """Return the axes of projections [4, dim]; quadratic phases, so that no two are alike."""
     phases = np.arange(1, _AXES + 1)[:, None] * np.arange(1, dim + 1) ** 2
     return np.asarray(np.cos(0.37 * phases))

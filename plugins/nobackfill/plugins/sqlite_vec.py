@@ -129,10 +129,10 @@ class VecColumn:
         """Return the bytes of a vector in its column; 0 for a column of another role."""
         if self.stores_float32:
             return 4 * self.dim
-        return self.dim // 8 if self._bits else self.dim
+        return self.dim // 8 if self._stores_bits else self.dim
 
     @property
-    def _bits(self) -> bool:
+    def _stores_bits(self) -> bool:
         """Return whether vec0 stores bits: it reads no further than `bit`."""
         return self.type.startswith("bit")
 
@@ -141,7 +141,7 @@ class VecColumn:
         """Return the SQL expression that inserts a value of this column."""
         if self.role != "vector" or self.stores_float32:
             return "?"
-        return "vec_bit(?)" if self._bits else "vec_int8(?)"
+        return "vec_bit(?)" if self._stores_bits else "vec_int8(?)"
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,9 @@ class VecDatabase:
             for name in self.tables():
                 end = name.removeprefix(old) if name.startswith(old) else ""
                 if name == old or _SHADOWS.fullmatch(end):
-                    self.query_all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
+                    self.query_all(
+                        f"ALTER TABLE {_quoted_name(name)} RENAME TO {_quoted_name(new + end)}"
+                    )
         finally:
             self.query_all(f"PRAGMA legacy_alter_table = {int(before)}")
 
@@ -398,7 +400,7 @@ class VecTable:
                 f"{name}: expected a virtual table of vec0, found another table; copy its vectors "
                 "into a vec0 table, or into a Parquet file"
             )
-        self.columns = [_column(one, name) for one in result[1].split(",")]
+        self.columns = [_parse_column(one, name) for one in result[1].split(",")]
         made_by = dict(database.query_all(f"SELECT key, value FROM {self.shadow_table('info')}"))
         if not _KNOWN.fullmatch(str(made_by.get("CREATE_VERSION"))):
             raise InvalidInputError(
@@ -430,12 +432,12 @@ class VecTable:
         Args:
             end: The end of its name, such as "rowids"; its existence is not checked.
         """
-        return _quoted(f"{self.name}_{end}")
+        return _quoted_name(f"{self.name}_{end}")
 
     @property
     def quoted(self) -> str:
         """Return the table's name in double quotes, for a statement."""
-        return _quoted(self.name)
+        return _quoted_name(self.name)
 
     def count(self) -> int:
         """Count the rows.
@@ -459,7 +461,7 @@ class VecTable:
         metric = f" distance_metric={self.vector.metric}" if self.vector.metric else ""
         vector = f"{self.vector.name} float[{dim}]{metric}"
         parts = [vector if one == self.vector else one.definition for one in self.columns]
-        return f"CREATE VIRTUAL TABLE {_quoted(name)} USING vec0({', '.join(parts)})"
+        return f"CREATE VIRTUAL TABLE {_quoted_name(name)} USING vec0({', '.join(parts)})"
 
     def rowids(self, window: Window) -> list[int]:
         """Return the rowids of a window, in order.
@@ -471,7 +473,7 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        where, bounds = _within("rowid", window)
+        where, bounds = _window_condition("rowid", window)
         query = f"SELECT rowid FROM {self.shadow_table('rowids')} WHERE {where} ORDER BY rowid"
         return [place for (place,) in self.database.query_all(query, *bounds)]
 
@@ -527,12 +529,12 @@ class VecTable:
             json.dumps(list(places)),
         )
         blobs = {
-            one.name: self._cut(number, listed)
+            one.name: self._cut_vectors(number, listed)
             for number, one in enumerate(self._vectors)
             if values or one == self.vector
         }
         result = []
-        others = self._values(listed) if values else [{} for _ in listed]
+        others = self._read_other_values(listed) if values else [{} for _ in listed]
         for row, (place, name, _, _) in enumerate(listed):
             vectors = {column: blob[row] for column, blob in blobs.items()}
             vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
@@ -540,7 +542,7 @@ class VecTable:
             result.append(VecRow(key, place, vector, others[row] | vectors))
         return result
 
-    def _cut(self, number: int, listed: Sequence[Any]) -> list[bytes]:
+    def _cut_vectors(self, number: int, listed: Sequence[Any]) -> list[bytes]:
         """Cut the vectors of the column `number` out of its chunks."""
         size, chunks = self._vectors[number].vector_bytes, dict[int, bytes]()
         table, result = self.shadow_table(f"vector_chunks{number:02}"), []
@@ -554,11 +556,11 @@ class VecTable:
             result.append(chunks[chunk][offset * size : (offset + 1) * size])
         return result
 
-    def _values(self, listed: Sequence[Any]) -> list[dict[str, Any]]:
+    def _read_other_values(self, listed: Sequence[Any]) -> list[dict[str, Any]]:
         if not self.values:
             return [{} for _ in listed]
-        columns = ", ".join(map(_quoted, self.values))
-        query = f"SELECT {columns} FROM {self.quoted} WHERE {_quoted(self.key)} = ?"
+        columns = ", ".join(map(_quoted_name, self.values))
+        query = f"SELECT {columns} FROM {self.quoted} WHERE {_quoted_name(self.key)} = ?"
         return [
             dict(zip(self.values, result[0], strict=True))
             for place, name, _, _ in listed
@@ -582,7 +584,7 @@ class VecTable:
         key = "r.id" if self.has_text_key else "r.rowid"
         if column in self.values:
             source, name = self.quoted, column
-            on = f"t.{_quoted(self.key)} = {key}"
+            on = f"t.{_quoted_name(self.key)} = {key}"
         else:
             table, _, name = column.partition(".")
             if not name or table not in self.database.tables():
@@ -590,11 +592,11 @@ class VecTable:
                     f"{self.name}: no column {column!r}; correct the name, or write TABLE.COLUMN "
                     "for a column of an ordinary table with the same keys"
                 )
-            source = _quoted(table)
-            on = f"t.{_quoted(self.key)} = {key}" if self.has_text_key else f"t.rowid = {key}"
+            source = _quoted_name(table)
+            on = f"t.{_quoted_name(self.key)} = {key}" if self.has_text_key else f"t.rowid = {key}"
         result = self.database.query_all(
-            f"SELECT {key}, t.{_quoted(name)} FROM {self.shadow_table('rowids')} r JOIN {source} t "
-            f"ON {on} WHERE r.rowid IN (SELECT value FROM json_each(?))",
+            f"SELECT {key}, t.{_quoted_name(name)} FROM {self.shadow_table('rowids')} r "
+            f"JOIN {source} t ON {on} WHERE r.rowid IN (SELECT value FROM json_each(?))",
             json.dumps(list(places)),
         )
         return {one: str(value) for one, value in result if value not in (None, "")}
@@ -610,7 +612,8 @@ class VecTable:
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         self.database.run_for_rows(
-            f"DELETE FROM {self.quoted} WHERE {_quoted(self.key)} = ?", [(one,) for one in keys]
+            f"DELETE FROM {self.quoted} WHERE {_quoted_name(self.key)} = ?",
+            [(one,) for one in keys],
         )
 
     def insert(self, rows: Sequence[VecRow], vectors: Vectors) -> None:
@@ -627,7 +630,7 @@ class VecTable:
             ConfigurationError: The file is read-only.
         """
         others = [one for one in self.columns if one.role not in ("option", "key")]
-        names = ", ".join([_quoted(self.key), *(_quoted(one.name) for one in others)])
+        names = ", ".join([_quoted_name(self.key), *(_quoted_name(one.name) for one in others)])
         marks = ", ".join(["?", *(one.placeholder for one in others)])
 
         def values(row: VecRow, vector: Vectors) -> list[object]:
@@ -735,7 +738,7 @@ class SqliteVecSource:
         """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.rowids(window), values=False)
-        return _rows(rows, self._table.name)
+        return _rows_with_vectors(rows, self._table.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
@@ -777,8 +780,8 @@ class SqliteVecSource:
         query, most = np.asarray(vector, "<f4").tobytes(), min(count, _MOST_HITS)
         while True:
             result = self._database.query_all(
-                f"SELECT {_quoted(table.key)}, distance FROM {table.quoted} "
-                f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
+                f"SELECT {_quoted_name(table.key)}, distance FROM {table.quoted} "
+                f"WHERE {_quoted_name(self.vector)} MATCH ? AND k = ? ORDER BY distance",
                 query,
                 most,
             )
@@ -803,7 +806,7 @@ class SqliteVecSource:
         """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.rowids_of_keys(self._keys(ids)), values=False)
-        return _rows(rows, self._table.name)
+        return _rows_with_vectors(rows, self._table.name)
 
     def _keys(self, ids: Sequence[str]) -> list[Any]:
         if self._table.has_text_key:
@@ -914,7 +917,11 @@ class SqliteVecSource:
                 )
             database.make_bookkeeping_tables()
             numbers = "SELECT 1 FROM nobackfill_items WHERE map = ? AND typeof(key) <> 'text'"
-            if there and table.has_text_key and database.query_all(numbers, _items(name, target)):
+            if (
+                there
+                and table.has_text_key
+                and database.query_all(numbers, _notes_name(name, target))
+            ):
                 raise AlreadyExistsError(
                     f"{table.name}: an earlier version of nobackfill made table {name!r}, and "
                     "noted keys such as '007' as numbers, so that some of its vectors may be stale "
@@ -924,7 +931,7 @@ class SqliteVecSource:
             if not there:
                 database.record_facts(name, wanted | {"model": target.model})
                 database.query_all(
-                    "DELETE FROM nobackfill_items WHERE map = ?", _items(name, target)
+                    "DELETE FROM nobackfill_items WHERE map = ?", _notes_name(name, target)
                 )
                 database.query_all(table.copy_statement(name, target.dim))
         copy = VecTable(database, name, self.vector)
@@ -952,7 +959,7 @@ class SqliteVecSource:
             if "flipped" in facts:
                 return False
             self._forget(name, facts)
-            database.query_all(f"DROP TABLE {_quoted(name)}")
+            database.query_all(f"DROP TABLE {_quoted_name(name)}")
         return True
 
     def _forget(self, name: str, facts: Mapping[str, str]) -> None:
@@ -1042,12 +1049,12 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        old_exists = self._before() in self._database.tables()
+        old_exists = self._old_name() in self._database.tables()
         if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 
-    def _before(self) -> str:
+    def _old_name(self) -> str:
         return old_name_after_flip(self._table.name)
 
     def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
@@ -1073,14 +1080,14 @@ class SqliteVecSource:
         database, table = self._database, self._table
         with database.transaction():
             facts = database.read_facts(table.name)
-            if self._before() not in database.tables() or "flipped" not in facts:
+            if self._old_name() not in database.tables() or "flipped" not in facts:
                 raise NotFoundError(
-                    f"table {table.name}: no table {self._before()!r}, which a flip leaves with "
+                    f"table {table.name}: no table {self._old_name()!r}, which a flip leaves with "
                     "the old vectors, so there is no flip to undo"
                 )
             new, old = (
                 VecTable(database, table.name, self.vector),
-                VecTable(database, self._before(), self.vector),
+                VecTable(database, self._old_name(), self.vector),
             )
             items = f"{facts['flipped']} {facts['map']}"
             noted = dict(
@@ -1122,15 +1129,15 @@ class SqliteVecSource:
         database, name = self._database, self._table.name
         with database.transaction():
             facts = database.read_facts(name)
-            if self._before() not in database.tables():
+            if self._old_name() not in database.tables():
                 raise NotFoundError(
-                    f"table {name}: no table {self._before()!r}, so that there are no old vectors "
-                    "to drop"
+                    f"table {name}: no table {self._old_name()!r}, so that there are no old "
+                    "vectors to drop"
                 )
             items = f"{facts.get('flipped')} {facts.get('map')}"
             database.query_all("DELETE FROM nobackfill_items WHERE map = ?", items)
-            database.record_facts(self._before(), {})
-            database.query_all(f"DROP TABLE {_quoted(self._before())}")
+            database.record_facts(self._old_name(), {})
+            database.query_all(f"DROP TABLE {_quoted_name(self._old_name())}")
 
 
 class NewVecTable:
@@ -1144,7 +1151,7 @@ class NewVecTable:
         self, database: VecDatabase, source: VecTable, copy: VecTable, target: Target
     ) -> None:
         self._database, self._source, self._copy, self._target = database, source, copy, target
-        self._items = _items(copy.name, target)
+        self._items = _notes_name(copy.name, target)
         # The version of the file when `pending` read it, and the ids that it returned.
         self._version = -1
         self._pending: set[str] = set()
@@ -1170,9 +1177,9 @@ class NewVecTable:
         with self._database.transaction("DEFERRED"):
             places = self._source.rowids(window)
             self._version = self._database.version
-            items = self._noted(window)
+            items = self._noted_digests(window)
             for page in _pages(places):
-                result = list(self._digests(page))
+                result = list(self._rows_with_digests(page))
                 here = self._copy.rowid_by_key([row.key for row, _ in result])
                 for row, now in result:
                     of = items.pop(row.key, None)
@@ -1186,16 +1193,16 @@ class NewVecTable:
         if stale:
             self._remove(stale)
         self._pending = {str(row.key) for row in pending_rows}
-        rows = _rows(pending_rows, self._source.name)
+        rows = _rows_with_vectors(pending_rows, self._source.name)
         return Rows(rows.ids, rows.vectors, pending_rows, digests)
 
-    def _noted(self, window: Window) -> dict[Any, str]:
+    def _noted_digests(self, window: Window) -> dict[Any, str]:
         """Return the digests of the originals of our items in a window, by key."""
-        where, bounds = _within("place", window)
+        where, bounds = _window_condition("place", window)
         query = f"SELECT key, of FROM nobackfill_items WHERE map = ? AND {where}"
         return dict(self._database.query_all(query, self._items, *bounds))
 
-    def _digests(self, places: Sequence[int]) -> Iterator[tuple[VecRow, str]]:
+    def _rows_with_digests(self, places: Sequence[int]) -> Iterator[tuple[VecRow, str]]:
         """Read rows with the digest of what their new vector is computed from."""
         rows, content = self._source.rows(places), self._target.content_column
         texts = {} if content is None else self._source.texts(places, content)
@@ -1238,7 +1245,7 @@ class NewVecTable:
                 now = {
                     row.key: digest
                     for page in _pages(sorted(row.rowid for row in given))
-                    for row, digest in self._digests(page)
+                    for row, digest in self._rows_with_digests(page)
                 }
                 same = {row for row in same if now.get(given[row].key) == seen[row]}
             order = sorted(same)
@@ -1246,10 +1253,10 @@ class NewVecTable:
             stored = np.asarray(vectors, np.float32)[order]
             self._copy.delete([row.key for row in some])
             self._copy.insert(some, stored)
-            self._note(some, stored, [seen[row] for row in order])
+            self._note_items(some, stored, [seen[row] for row in order])
         self._pending -= {str(row.key) for row in some}
 
-    def _note(self, rows: Sequence[VecRow], vectors: Vectors, digests: Sequence[str]) -> None:
+    def _note_items(self, rows: Sequence[VecRow], vectors: Vectors, digests: Sequence[str]) -> None:
         self._database.run_for_rows(
             "INSERT OR REPLACE INTO nobackfill_items VALUES (?, ?, ?, ?, ?)",
             [
@@ -1268,10 +1275,10 @@ class NewVecTable:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
-            keys = list(self._noted(window))
+            keys = list(self._noted_digests(window))
             rows = self._copy.rows(self._copy.rowids_of_keys(keys), values=False)
         order = {key: number for number, key in enumerate(keys)}
-        return _rows(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
+        return _rows_with_vectors(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
 
     def count(self) -> int:
         """Count the rows that have a new vector.
@@ -1318,14 +1325,14 @@ class NewVecTable:
                     "that table, then run the command again"
                 )
             # Rows that writers put into both tables: a change after the flip shows by a digest.
-            noted = self._noted(Window())
+            noted = self._noted_digests(Window())
             ours = [key for key in _all_keys(self._copy) if key not in noted]
             for page in _pages(self._copy.rowids_of_keys(ours)):
                 rows = self._copy.rows(page)
                 vectors = stack_vectors(
                     [row.vector for row in rows], [str(row.key) for row in rows], name
                 )
-                self._note(rows, vectors, [""] * len(rows))
+                self._note_items(rows, vectors, [""] * len(rows))
             facts = database.read_facts(new)
             database.record_facts(before, database.read_facts(name))
             database.record_facts(new, {})
@@ -1369,12 +1376,12 @@ def _connect(path: str) -> Any:
     return connection
 
 
-def _items(name: str, target: Target) -> str:
+def _notes_name(name: str, target: Target) -> str:
     """Return the name under which the items of a copy are noted."""
     return f"{name} {target.computer_digest}"
 
 
-def _within(column: str, window: Window) -> tuple[str, list[object]]:
+def _window_condition(column: str, window: Window) -> tuple[str, list[object]]:
     """Return the condition that a rowid is in a window, and its parameters."""
     both = [(">", window.lower), ("<=", window.upper)]
     given = [(sign, bound) for sign, bound in both if bound is not None]
@@ -1397,12 +1404,12 @@ def _pages(places: Sequence[int]) -> Iterator[Sequence[int]]:
         yield places[first : first + _PAGE]
 
 
-def _rows(rows: Sequence[VecRow], where: str) -> Rows:
+def _rows_with_vectors(rows: Sequence[VecRow], where: str) -> Rows:
     ids = [str(row.key) for row in rows]
     return Rows(ids, stack_vectors([row.vector for row in rows], ids, where), list(rows))
 
 
-def _column(definition: str, table: str) -> VecColumn:
+def _parse_column(definition: str, table: str) -> VecColumn:
     """Parse one definition of CREATE VIRTUAL TABLE. Raises InvalidInputError."""
     text = definition.strip()
     for role, form in _FORMS.items():
@@ -1425,7 +1432,7 @@ def _column(definition: str, table: str) -> VecColumn:
     )
 
 
-def _quoted(name: str) -> str:
+def _quoted_name(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -128,7 +128,7 @@ def backup(data: Path, target: Path) -> DataSummary:
         )
     _refuse_taken(target)
     durable.refuse_copy_into_itself(target, data)
-    _sweep(target.absolute().parent)
+    _remove_unfinished_backups(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     durable.make_dir(unfinished, 0o700)
     with _lock(unfinished / _LOCK, unfinished), _remove_on_error(unfinished):
@@ -150,7 +150,9 @@ def backup(data: Path, target: Path) -> DataSummary:
             if (data / folder).is_dir():
                 _copy_tree(data / folder, unfinished / folder)
         _copy_audit(data / AUDIT, unfinished / AUDIT)
-        files = {str(path): sha256_file(unfinished / path) for path in _files(unfinished)}
+        files = {
+            str(path): sha256_file(unfinished / path) for path in _backup_file_paths(unfinished)
+        }
         listing = _Listing(format=_FORMAT, files=files, written_by=version("nobackfill"))
         content = listing.model_dump_json(indent=1).encode()
         durable.write_file(unfinished / LISTING, content, 0o600)
@@ -168,7 +170,7 @@ def _refuse_taken(target: Path) -> None:
         )
 
 
-def _sweep(folder: Path) -> None:
+def _remove_unfinished_backups(folder: Path) -> None:
     """Remove the unfinished backups in a folder whose makers are gone."""
     for lock in folder.glob(f"{durable.TEMPORARY_PREFIX}*/{_LOCK}"):
         with suppress(BusyError), durable.lock_file(lock):
@@ -242,13 +244,17 @@ def _copy_galleries(data: Path, unfinished: Path) -> None:
 
 def _gallery_bytes(gallery: Path) -> int:
     """Return the largest number of bytes of a copy, which includes the write-ahead log."""
-    return _size(gallery) + _size(gallery.with_name(f"{_GALLERY}-wal"))
+    return _file_size(gallery) + _file_size(gallery.with_name(f"{_GALLERY}-wal"))
 
 
 def _bytes_to_copy(data: Path) -> int:
-    others = (path for path in _files(data) if path.parts[0] in ("vault", "trust", _STATE, AUDIT))
+    others = (
+        path
+        for path in _backup_file_paths(data)
+        if path.parts[0] in ("vault", "trust", _STATE, AUDIT)
+    )
     galleries = map(_gallery_bytes, data.glob(f"galleries/*/{_GALLERY}"))
-    return sum(galleries) + sum(_size(data / path) for path in others)
+    return sum(galleries) + sum(_file_size(data / path) for path in others)
 
 
 def _copy_audit(source: Path, target: Path) -> None:
@@ -279,7 +285,7 @@ def _copy_tree(source: Path, target: Path) -> None:
 def _copy_if_there(source: str, target: str) -> None:
     """Copy a file; do nothing if it was deleted in the meantime."""
     # The gateway writes meanwhile.
-    _need_room(Path(target).parent, _size(Path(source)))
+    _need_room(Path(target).parent, _file_size(Path(source)))
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
@@ -322,7 +328,7 @@ def restore(source: Path, data: Path) -> DataSummary:
             f"{source}: expected a complete backup, found no {LISTING}; name a folder that "
             "`gateway data backup` wrote"
         )
-    summary, files = verify(source), _listing(source).files
+    summary, files = verify(source), _read_listing(source).files
     unfinished = data / UNFINISHED_RESTORE
     made = [unfinished, data / "lock", *{data / Path(path).parts[0] for path in files}]
     new = [] if data.exists() else [data]
@@ -332,7 +338,7 @@ def restore(source: Path, data: Path) -> DataSummary:
     with _lock(data / "lock", *new), _remove_on_error(*made):
         _refuse_full(data)
         # A restore that was killed left them.
-        for name in _names(data):
+        for name in _entry_names(data):
             durable.remove_tree(data / name)
         _need_room(data, summary.bytes)
         for path in files:
@@ -347,7 +353,7 @@ def restore(source: Path, data: Path) -> DataSummary:
     return summary
 
 
-def _names(data: Path) -> list[str]:
+def _entry_names(data: Path) -> list[str]:
     """Return the names in a folder, without lost+found and the lock."""
     return [path.name for path in data.iterdir() if path.name not in (_LOST_AND_FOUND, "lock")]
 
@@ -360,7 +366,7 @@ def _refuse_full(data: Path) -> None:
     """
     if not data.exists():
         return
-    names = _names(data) if data.is_dir() else [data.name]
+    names = _entry_names(data) if data.is_dir() else [data.name]
     if names and (UNFINISHED_RESTORE not in names or _STATE in names):
         raise AlreadyExistsError(
             f"{data}: expected a new or empty folder, found {join_few(sorted(names))}; name a new "
@@ -389,7 +395,7 @@ def verify(folder: Path) -> DataSummary:
     """
     try:
         if (folder / LISTING).is_file():
-            _check_listing(folder, _listing(folder).files)
+            _check_listing(folder, _read_listing(folder).files)
         if not (folder / _STATE).is_file():
             raise NotFoundError(
                 f"{folder}: expected a backup or a gateway's data folder, found no {_STATE}; check "
@@ -404,17 +410,17 @@ def verify(folder: Path) -> DataSummary:
         }
         blobs = sum(map(_check_blob, (folder / "vault").glob("*/??/*")))
         parts = sorted((folder / "vault").glob(f"*/??/*{PART}"))
-        unfinished_uploads = {str(path.relative_to(folder)): _size(path) for path in parts}
+        unfinished_uploads = {str(path.relative_to(folder)): _file_size(path) for path in parts}
     except OSError as error:
         raise CannotWriteError(
             f"{error.filename}: cannot be read ({error.strerror}); check the disk and the "
             "permissions, then run the command again"
         ) from error
-    size = sum(_size(folder / path) for path in _files(folder))
+    size = sum(_file_size(folder / path) for path in _backup_file_paths(folder))
     return DataSummary(galleries, blobs, size, unfinished_uploads)
 
 
-def _listing(folder: Path) -> _Listing:
+def _read_listing(folder: Path) -> _Listing:
     """Read the list of a backup's files.
 
     Raises:
@@ -437,7 +443,10 @@ def _listing(folder: Path) -> _Listing:
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Copy a gallery; return False if it was deleted in the meantime. Raises as `_read`."""
+    """Copy a gallery; return False if it was deleted in the meantime.
+
+    Raises as `_run_in_snapshot`.
+    """
 
     def copy(old: sqlite3.Connection) -> bool:
         with closing(sqlite3.connect(target)) as new:
@@ -445,10 +454,10 @@ def _copy_database(source: Path, target: Path) -> bool:
         target.chmod(0o600)
         return True
 
-    return _read(source, copy) is not None
+    return _run_in_snapshot(source, copy) is not None
 
 
-def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
+def _run_in_snapshot(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
     """Run work in one snapshot of a gallery, which a gateway may serve at the same time.
 
     The gallery and its log stay as they are, and no file is removed. The -shm of SQLite is created
@@ -520,7 +529,7 @@ class _MovedError(NobackfillError):
 
 
 def _check_listing(folder: Path, files: dict[str, str]) -> None:
-    present = {str(path) for path in _files(folder)} - {LISTING}
+    present = {str(path) for path in _backup_file_paths(folder)} - {LISTING}
     if present != set(files):
         wrong = sorted(present ^ set(files))[0]
         failure = "does not belong to the backup" if wrong in present else "is missing"
@@ -556,7 +565,7 @@ def _check_gallery(path: Path) -> int | None:
                 ) from error
         return count_rows(connection, None)
 
-    return _read(path, check)
+    return _run_in_snapshot(path, check)
 
 
 def _check_blob(path: Path) -> int:
@@ -575,7 +584,7 @@ def _check_blob(path: Path) -> int:
     return 1
 
 
-def _files(folder: Path) -> list[Path]:
+def _backup_file_paths(folder: Path) -> list[Path]:
     """Return the files of a folder that belong to a backup, relative and sorted."""
     side_files = ("-wal", "-shm", ".lock", PART, "lock")
     relative_paths = []
@@ -590,7 +599,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(relative_paths)
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size

@@ -126,7 +126,7 @@ class Folder:
         Raises:
             InvalidInputError: a folder cannot be read; raised when it is reached.
         """
-        for folder, subfolders, files in os.walk(self._root, onerror=_unreadable):
+        for folder, subfolders, files in os.walk(self._root, onerror=_raise_unreadable):
             links = [name for name in subfolders if Path(folder, name).is_symlink()]
             subfolders[:] = sorted(name for name in subfolders if not is_hidden_or_system(name))
             relative = Path(folder).relative_to(self._root)
@@ -185,13 +185,13 @@ class ObjectStore:
                 "and ? as %3F in names"
             ) from error
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._unavailable_error(error) from error
         if not self._root:
             raise InvalidInputError(
                 f"{uri}: expected the name of a bucket, as in s3://BUCKET/PREFIX, found none; "
                 "correct the address"
             )
-        kind = self._look()
+        kind = self._place_type()
         if kind == fs.FileType.File:
             raise InvalidInputError(
                 f"{uri}: expected a bucket or a prefix, got the address of one object; name the "
@@ -216,7 +216,7 @@ class ObjectStore:
         try:
             infos = self._files.get_file_info(self._fs.FileSelector(self._prefix, recursive=True))
         except self._failures as error:
-            raise self._failed(error) from error
+            raise self._unavailable_error(error) from error
         paths = sorted(info.path for info in infos if info.type == self._fs.FileType.File)
         names = (path.removeprefix(self._prefix) for path in paths)
         return (name for name in names if not any(map(is_hidden_or_system, name.split("/"))))
@@ -240,7 +240,7 @@ class ObjectStore:
             ) from error
         except self._failures as error:
             # Raises if the store itself fails, not only this object.
-            self._look()
+            self._place_type()
             raise InvalidInputError(
                 f"this object cannot be read ({error}); check its permissions, then run the "
                 "command again"
@@ -252,7 +252,7 @@ class ObjectStore:
             )
         return data
 
-    def _look(self) -> object:
+    def _place_type(self) -> object:
         """Return the type of the place.
 
         Raises:
@@ -261,9 +261,9 @@ class ObjectStore:
         try:
             return self._files.get_file_info(self._root).type
         except self._failures as error:
-            raise self._failed(error) from error
+            raise self._unavailable_error(error) from error
 
-    def _failed(self, error: Exception) -> UnavailableError:
+    def _unavailable_error(self, error: Exception) -> UnavailableError:
         return UnavailableError(
             f"{self._address}: cannot be read by {socket.gethostname()} ({error}); check the "
             "address, and that machine's network and credentials (AWS_ACCESS_KEY_ID, "
@@ -271,7 +271,7 @@ class ObjectStore:
         )
 
 
-def _unreadable(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise InvalidInputError(
         f"{error.filename}: this folder cannot be read ({error.strerror}); check its permissions, "
         "then run the command again"
@@ -341,7 +341,7 @@ def read_model_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
     return {file.path: read_verified_file(folder, file) for file in manifest.embedding_files()}
 
 
-def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:
+def read_credential_files(environment: Mapping[str, str]) -> dict[str, bytes]:
     """Read the credential files that the environment names.
 
     Args:
@@ -402,7 +402,7 @@ class _OpenBatch:
             item = pb.PutItem()
             item.CopyFrom(text)
             # Vectors replace the text.
-            item.vectors.CopyFrom(_vectors(manifest, row))
+            item.vectors.CopyFrom(_vectors_message(manifest, row))
             items.append(item)
         refusals |= self._gateway.put_items(self._work.gallery, items)
         return FillResult(len(texts) - len(refusals), refusals)
@@ -422,7 +422,7 @@ class _OpenBatch:
                 pictures = [picture for n, picture in enumerate(pictures) if n not in error.rows]
         items = []
         for row, (name, _) in enumerate(pictures):
-            vectors = _vectors(manifest, embeddings[row])
+            vectors = _vectors_message(manifest, embeddings[row])
             if sides is not None:
                 vectors.side_info.space = str(manifest.side_space)
                 vectors.side_info.values = sides[row].astype("<f4").tobytes()
@@ -430,7 +430,7 @@ class _OpenBatch:
         return items
 
 
-def _vectors(manifest: Manifest, embedding: Vectors) -> pb.Vectors:
+def _vectors_message(manifest: Manifest, embedding: Vectors) -> pb.Vectors:
     values = embedding.astype("<f4").tobytes()
     return pb.Vectors(embedding=types.Embedding(space=manifest.space, values=values))
 
@@ -536,9 +536,9 @@ def fill(
         on_stored(count)
 
     items = (
-        _texts_of(source, unsent)
+        _text_put_items(source, unsent)
         if is_text_file(source)
-        else _items(open_bulk_source(source), unsent)
+        else _picture_put_items(open_bulk_source(source), unsent)
     )
     refused = gateway.put_items(gallery, items, report)
     return _check_result(FillResult(stored, {**refused, **unsent}), source)
@@ -551,19 +551,19 @@ def is_text_file(source: str) -> bool:
     return "://" not in source and source.endswith(".jsonl")
 
 
-def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
+def _text_put_items(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
     for text in read_text_lines(Path(place), unsent):
         try:
             item = pb.PutItem(id=_check_name(text.id), text=check_text(text.text))
             fill_metadata(text.metadata(), item.metadata)
         except InvalidInputError as error:
-            unsent[_printable(text.id)] = str(error)
+            unsent[_printable_name(text.id)] = str(error)
         else:
             yield item
 
 
-def _items(pictures: BulkSource, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
-    for name in _pictures(pictures.names(), unsent):
+def _picture_put_items(pictures: BulkSource, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
+    for name in _picture_names(pictures.names(), unsent):
         try:
             yield pb.PutItem(id=name, image=pictures.read(name))
         except InvalidInputError as error:
@@ -614,23 +614,23 @@ def fill_by_ray(
     manifest = parse_manifest(gateway.get_release(release).manifest, release)
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     try:
-        credentials = credentials_of(os.environ)
+        credentials = read_credential_files(os.environ)
     except OSError as error:
         raise ConfigurationError(
             f"{error.filename}: this credential file cannot be read ({error.strerror}); check the "
             f"variables {', '.join(CREDENTIALS)}"
         ) from error
     work = FillWork(
-        uuid.uuid4().hex, gateway.address, gallery, _absolute(source), manifest,
+        uuid.uuid4().hex, gateway.address, gallery, _absolute_place(source), manifest,
         read_model_files(model_repo, manifest), credentials,
     )  # fmt: skip
     stored, refusals = 0, dict[str, str]()
     with closing(join(cluster)) as nodes:
         if is_text_file(source):
-            texts = _texts_of(source, refusals)
+            texts = _text_put_items(source, refusals)
             parts = nodes.run(put_texts, work, _batches(texts, batch_size))
         else:
-            names = _pictures(open_bulk_source(source).names(), refusals)
+            names = _picture_names(open_bulk_source(source).names(), refusals)
             parts = nodes.run(put_pictures, work, _batches(names, batch_size))
         for result in parts:
             stored += result.stored_count
@@ -653,7 +653,7 @@ def _check_result(result: FillResult, place: str) -> FillResult:
     return result
 
 
-def _absolute(place: str) -> str:
+def _absolute_place(place: str) -> str:
     return place if "://" in place else str(Path(place).resolve())
 
 
@@ -663,7 +663,7 @@ def _batches(names: Iterable[One], size: int) -> Iterator[Sequence[One]]:
         yield batch
 
 
-def _pictures(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
+def _picture_names(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
     for name in names:
         try:
             picture = _check_name(name)
@@ -671,7 +671,7 @@ def _pictures(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
                 raise InvalidInputError(explain_refused_suffix(picture))
             yield picture
         except InvalidInputError as error:
-            refusals[_printable(name)] = str(error)
+            refusals[_printable_name(name)] = str(error)
 
 
 def _check_name(name: str) -> str:
@@ -689,5 +689,5 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _printable(name: str) -> str:
+def _printable_name(name: str) -> str:
     return name.encode("utf-8", "replace").decode()

@@ -169,10 +169,10 @@ class Catalog:
             try:
                 self._trust.refresh()
             finally:
-                self._read(self._trust)
+                self._read_releases(self._trust)
         self.change_counter.notify()
 
-    def _read(self, trust: TrustedFolder) -> None:
+    def _read_releases(self, trust: TrustedFolder) -> None:
         try:
             releases = trust.releases()
         except NotFoundError:
@@ -354,7 +354,7 @@ class Catalog:
 
     def _follow(self) -> None:
         while not self._stopping.wait(_CHECK_SECONDS):
-            stamp = self._look()
+            stamp = self._timestamp_stamp()
             if stamp is None or stamp == self._stamp:
                 continue
             with error_boundary(self._metrics, "catalog"):
@@ -372,7 +372,7 @@ class Catalog:
                     continue
             self._stamp, self._trouble = stamp, ""
 
-    def _look(self) -> tuple[int, int] | None:
+    def _timestamp_stamp(self) -> tuple[int, int] | None:
         try:
             status = (self._repo / "timestamp.json").stat()
         except OSError:

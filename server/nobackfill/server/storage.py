@@ -194,14 +194,14 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
         CannotWriteError: the database cannot write.
     """
     with require_extra("postgres"):
-        from nobackfill.server.stores.postgresql.database import Connection, Database, run
+        from nobackfill.server.stores.postgresql.database import Connection, Database, execute
         from nobackfill.server.stores.postgresql.schema import FORMAT, migrate
     formats: list[int] = []
     target = FORMAT if to is None else to
 
     def work(connection: Connection) -> None:
         with connection.transaction():
-            has_format = run(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
+            has_format = execute(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
             if not has_format.fetchone()[0]:
                 raise NotFoundError(
                     "--store: expected a database that a gateway has served from, found no schema "

@@ -24,7 +24,7 @@ from nobackfill.plugins.milvus.columns import collection_name
 from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE as EVERY_ITEM
 from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, SqlCondition, sql_condition
-from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
+from nobackfill.server.stores.postgresql.database import EF, Connection, Database, execute
 from nobackfill.server.stores.postgresql.search import SpaceTable
 from nobackfill.vectors import Vectors
 
@@ -173,7 +173,7 @@ class Candidates:
 
     def _is_large(self, connection: Connection, table: SpaceTable) -> bool:
         if table.table_name not in self._large:
-            if _count(connection, f"{table.table_name} v", EVERY_ITEM, SMALL) <= SMALL:
+            if _count_passing_rows(connection, f"{table.table_name} v", EVERY_ITEM, SMALL) <= SMALL:
                 return False
             self._large.add(table.table_name)
         return True
@@ -181,16 +181,20 @@ class Candidates:
     def _few_pass(self, connection: Connection, table: SpaceTable, condition: SqlCondition) -> bool:
         """Return whether an index of the database shows that few items pass; Milvus would scan its
         columns for that."""
-        part = None if condition.source_filter is None else _indexed(condition.source_filter)
+        part = (
+            None
+            if condition.source_filter is None
+            else _indexed_filter_part(condition.source_filter)
+        )
         if part is None:
             return False
         items = f"{table.schema}.items i"
         if part != condition.source_filter:
             # The rows that the index yields are checked one by one, so there must not be many.
             most = _ROWS_CHECKED * SMALL
-            if _count(connection, items, sql_condition(part), most) > most:
+            if _count_passing_rows(connection, items, sql_condition(part), most) > most:
                 return False
-        return _count(connection, items, condition, SMALL) <= SMALL
+        return _count_passing_rows(connection, items, condition, SMALL) <= SMALL
 
 
 def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
@@ -213,14 +217,18 @@ def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
     return len(labels) > SMALL
 
 
-def _indexed(filtered: Filter) -> Filter | None:
+def _indexed_filter_part(filtered: Filter) -> Filter | None:
     """Return a part of the filter that a PostgreSQL index answers and that every passing item
     passes; None if there is none."""
     if isinstance(filtered, All):
-        parts = [one for part in filtered.filters if (one := _indexed(part)) is not None]
+        parts = [
+            one for part in filtered.filters if (one := _indexed_filter_part(part)) is not None
+        ]
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
-        parts = [one for part in filtered.filters if (one := _indexed(part)) is not None]
+        parts = [
+            one for part in filtered.filters if (one := _indexed_filter_part(part)) is not None
+        ]
         # PostgreSQL does not use the index for conditions with many values.
         values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
         is_indexed = len(parts) == len(filtered.filters) and values <= FEW_VALUES
@@ -230,9 +238,11 @@ def _indexed(filtered: Filter) -> Filter | None:
     return filtered if isinstance(filtered, Exists) else None
 
 
-def _count(connection: Connection, where: str, condition: SqlCondition, most: int) -> int:
+def _count_passing_rows(
+    connection: Connection, where: str, condition: SqlCondition, most: int
+) -> int:
     """Count passing rows, up to `most` + 1."""
-    rows = run(
+    rows = execute(
         connection,
         f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.sql} LIMIT {most + 1}) c",
         condition.parameters,

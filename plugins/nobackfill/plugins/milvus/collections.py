@@ -62,9 +62,9 @@ class Collections:
             where = f"{parts.scheme}://{host}:{parts.port or 19530}"
         except ValueError:
             # The error would quote a part of the address, which may contain a password.
-            raise _bad_address() from None
+            raise _address_error() from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise _bad_address()
+            raise _address_error()
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ConfigurationError(
                 "setting `store`: Milvus on another machine requires TLS; write "
@@ -72,7 +72,9 @@ class Collections:
             )
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         token = f"{user}:{password}" if user else ""
-        self._client: Any = _call(lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S))
+        self._client: Any = _call_milvus(
+            lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S)
+        )
 
     def close(self) -> None:
         """Close the connection; may be called twice."""
@@ -84,7 +86,7 @@ class Collections:
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
-        return list(_call(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
+        return list(_call_milvus(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
     def exists(self, name: str) -> bool:
         """Return whether there is a collection of this name.
@@ -92,7 +94,7 @@ class Collections:
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
-        return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
+        return bool(_call_milvus(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
     def is_loaded(self, name: str) -> bool:
         """Return whether a collection can be searched.
@@ -104,7 +106,7 @@ class Collections:
         """
         if not self.exists(name):
             return False
-        state = _call(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
+        state = _call_milvus(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
         return bool(state.name == "Loaded")
 
     def make(self, name: str, spec: SpaceSpec) -> None:
@@ -134,16 +136,16 @@ class Collections:
         def index() -> None:
             params = self._client.prepare_index_params()
             params.add_index(
-                "embedding", index_type="HNSW", metric_type=_metric(spec),
+                "embedding", index_type="HNSW", metric_type=_milvus_metric(spec),
                 params={"M": M, "efConstruction": EF_CONSTRUCTION},
             )  # fmt: skip
             self._client.create_index(name, params, timeout=_TIMEOUT_S)
 
         if not self.exists(name):
-            _call(create)
-        if not _call(lambda: self._client.list_indexes(name, timeout=_TIMEOUT_S)):
-            _call(index)
-        _call(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
+            _call_milvus(create)
+        if not _call_milvus(lambda: self._client.list_indexes(name, timeout=_TIMEOUT_S)):
+            _call_milvus(index)
+        _call_milvus(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
 
     def drop(self, name: str) -> None:
         """Delete a collection with its rows; nothing happens if there is none.
@@ -151,7 +153,7 @@ class Collections:
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
-        _call(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
+        _call_milvus(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
     def upsert(
         self, name: str, labels: Labels, vectors: Vectors, columns: Sequence[Columns]
@@ -183,7 +185,7 @@ class Collections:
                     labels[part].tolist(), vectors[part], columns[part], strict=True
                 )
             ]
-            moment = max(moment, _call(lambda rows=rows: self._upsert_rows(name, rows)))  # type: ignore[misc]
+            moment = max(moment, _call_milvus(lambda rows=rows: self._upsert_rows(name, rows)))  # type: ignore[misc]
         return moment
 
     def _upsert_rows(self, name: str, rows: list[dict[str, Any]]) -> int:
@@ -203,7 +205,7 @@ class Collections:
         """
         for start in range(0, len(labels), _AT_ONCE):
             part = labels[start : start + _AT_ONCE].tolist()
-            _call(
+            _call_milvus(
                 lambda part=part: self._client.delete(name, ids=part, timeout=_TIMEOUT_S)  # type: ignore[misc]
             )
 
@@ -217,7 +219,7 @@ class Collections:
             UnavailableError: Milvus does not answer within 60 s, or refuses the call, also where
                 there is no such collection.
         """
-        _call(lambda: self._client.flush(name, timeout=_SEAL_S))
+        _call_milvus(lambda: self._client.flush(name, timeout=_SEAL_S))
 
     def has_graph(self, name: str) -> bool:
         """Return whether a collection has a graph of all its sealed rows.
@@ -228,7 +230,9 @@ class Collections:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
                 there is no such collection.
         """
-        state = _call(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
+        state = _call_milvus(
+            lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S)
+        )
         return state is not None and not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
@@ -238,7 +242,7 @@ class Collections:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
                 the collection is missing or not loaded.
         """
-        rows = _call(
+        rows = _call_milvus(
             lambda: self._client.query(
                 name,
                 filter="",
@@ -268,10 +272,10 @@ class Collections:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, as for a
                 collection that is missing or not loaded, or an invalid expression.
         """
-        rows = _call(
+        rows = _call_milvus(
             lambda: self._client.query(
                 name, filter=expression, output_fields=["id"], limit=most + 1,
-                timeout=_TIMEOUT_S, **_consistency(since),
+                timeout=_TIMEOUT_S, **_consistency_arguments(since),
             )
         )  # fmt: skip
         return None if len(rows) > most else [int(row["id"]) for row in rows]
@@ -300,33 +304,36 @@ class Collections:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, as for a
                 collection that is missing or not loaded, or an invalid expression.
         """
-        hits = _call(
+        hits = _call_milvus(
             lambda: self._client.search(
                 name,
                 data=[query],
                 anns_field="embedding",
                 filter=expression,
                 limit=min(limit, MOST),
-                search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
+                search_params={
+                    "metric_type": _milvus_metric(spec),
+                    "params": {"ef": max(ef, limit)},
+                },
                 timeout=_TIMEOUT_S,
-                **_consistency(since),
+                **_consistency_arguments(since),
             )
         )
         return [int(hit["id"]) for hit in hits[0]]
 
 
-def _consistency(since: int | None) -> dict[str, Any]:
+def _consistency_arguments(since: int | None) -> dict[str, Any]:
     """Return the consistency arguments of a read."""
     if since is None:
         return {"consistency_level": "Strong"}
     return {"consistency_level": "Customized", "guarantee_timestamp": since}
 
 
-def _metric(spec: SpaceSpec) -> str:
+def _milvus_metric(spec: SpaceSpec) -> str:
     return "L2" if spec.metric == "squared_l2" else "COSINE"
 
 
-def _bad_address() -> ConfigurationError:
+def _address_error() -> ConfigurationError:
     return ConfigurationError(
         "setting `store`: expected vectors=milvus+http://HOST:PORT on this machine, or "
         "vectors=milvus+https://USER:PASSWORD@HOST:PORT, got another form of the address of "
@@ -334,7 +341,7 @@ def _bad_address() -> ConfigurationError:
     )
 
 
-def _call(work: Callable[[], Result]) -> Result:
+def _call_milvus(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except (MilvusException, grpc.RpcError) as error:

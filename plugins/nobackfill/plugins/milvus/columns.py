@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.database import Database, execute
 
 FACTS, NUMBERS = 20, 8
 # The value of empty columns.
@@ -49,15 +49,15 @@ def hash_texts(*parts: str) -> int:
         UnicodeEncodeError: a text has half a surrogate pair.
     """
     # Long texts are rarely repeated, and their cache would fill the memory.
-    return _cached_hash(*parts) if sum(map(len, parts)) <= _SHORT else _hash(*parts)
+    return _cached_hash(*parts) if sum(map(len, parts)) <= _SHORT else _token_hash(*parts)
 
 
-def _hash(*parts: str) -> int:
+def _token_hash(*parts: str) -> int:
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**63 - 2) + 1
 
 
-_cached_hash = lru_cache(1 << 16)(_hash)
+_cached_hash = lru_cache(1 << 16)(_token_hash)
 
 
 def key_token(key: str) -> int:
@@ -215,7 +215,7 @@ def database_id(database: Database) -> str:
         "SELECT system_identifier || '/' || (SELECT oid FROM pg_database WHERE datname ="
         " current_database()) FROM pg_control_system()"
     )
-    identity = database.read(lambda connection: run(connection, query).fetchone()[0])
+    identity = database.read(lambda connection: execute(connection, query).fetchone()[0])
     return hashlib.sha256(str(identity).encode()).hexdigest()[:12]
 
 

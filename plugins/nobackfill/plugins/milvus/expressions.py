@@ -71,7 +71,7 @@ def _translate(filtered: Filter, *, wide: bool) -> str:
         return _disjunction([_translate(part, wide=wide) for part in filtered.filters])
     if not is_storable_text(filtered.key):
         return _NOTHING
-    passes, order = _test(filtered, wide=wide), key_token(filtered.key)
+    passes, order = _test_expression(filtered, wide=wide), key_token(filtered.key)
     # Rows whose columns have no room for the key, or only for a part of it.
     if wide:
         return _disjunction([f"upto <= {order}", passes])
@@ -85,14 +85,14 @@ def _negation(text: str) -> str:
 
 
 def _conjunction(parts: Sequence[str]) -> str:
-    return _join(" and ", parts, of_none=EVERYTHING, strongest=_NOTHING)
+    return _join_parts(" and ", parts, of_none=EVERYTHING, strongest=_NOTHING)
 
 
 def _disjunction(parts: Sequence[str]) -> str:
-    return _join(" or ", parts, of_none=_NOTHING, strongest=EVERYTHING)
+    return _join_parts(" or ", parts, of_none=_NOTHING, strongest=EVERYTHING)
 
 
-def _join(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
+def _join_parts(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
     if strongest in parts:
         return strongest
     others = [part for part in parts if part != of_none]
@@ -101,30 +101,30 @@ def _join(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
     return word.join(f"({part})" if " or " in part or " and " in part else part for part in others)
 
 
-def _test(test: KeyTest, *, wide: bool) -> str:
+def _test_expression(test: KeyTest, *, wide: bool) -> str:
     if isinstance(test, Exists):
         flags = [flag_token(test.key, flag) for flag in (False, True)]
-        has_number = _number(number_token(test.key), lambda _: [])
-        return _disjunction([_facts([key_token(test.key), *flags]), has_number])
+        has_number = _has_number(number_token(test.key), lambda _: [])
+        return _disjunction([_has_any_fact([key_token(test.key), *flags]), has_number])
     if isinstance(test, OneOf):
-        return _one_of(test, wide=wide)
-    inside = _inside(test, wide=wide)
+        return _one_of_expression(test, wide=wide)
+    inside = _bound_conditions(test, wide=wide)
     if inside is None:
         return _NOTHING
     token = time_token if isinstance(test, TimeRange) else number_token
-    return _number(token(test.key), inside)
+    return _has_number(token(test.key), inside)
 
 
-def _facts(tokens: Sequence[int]) -> str:
+def _has_any_fact(tokens: Sequence[int]) -> str:
     """Match rows that have one of these facts."""
     at: dict[int, list[str]] = {}
     for token in tokens:
         for place in possible_columns(token, FACTS):
             at.setdefault(place, []).append(str(token))
-    return _disjunction([_equals(f"t{place}", some) for place, some in sorted(at.items())])
+    return _disjunction([_column_equals(f"t{place}", some) for place, some in sorted(at.items())])
 
 
-def _number(token: int, inside: Callable[[str], list[str]]) -> str:
+def _has_number(token: int, inside: Callable[[str], list[str]]) -> str:
     """Match rows with a number of this hash whose column passes the conditions of `inside`."""
     return _disjunction(
         [
@@ -134,11 +134,11 @@ def _number(token: int, inside: Callable[[str], list[str]]) -> str:
     )
 
 
-def _equals(column: str, values: Sequence[str]) -> str:
+def _column_equals(column: str, values: Sequence[str]) -> str:
     return f"{column} == {values[0]}" if len(values) == 1 else f"{column} in [{', '.join(values)}]"
 
 
-def _one_of(test: OneOf, *, wide: bool) -> str:
+def _one_of_expression(test: OneOf, *, wide: bool) -> str:
     facts, numbers = set[int](), set[str]()
     for value in test.values:
         if isinstance(value, bool):
@@ -147,15 +147,17 @@ def _one_of(test: OneOf, *, wide: bool) -> str:
             if is_storable_text(value):
                 facts.add(text_token(test.key, value))
         elif not math.isinf(value) and (wide or _is_exact(value)):
-            numbers.add(_float(value))
-    text = [_facts(sorted(facts))]
+            numbers.add(_float_literal(value))
+    text = [_has_any_fact(sorted(facts))]
     if numbers:
         values = sorted(numbers)
-        text.append(_number(number_token(test.key), lambda column: [_equals(column, values)]))
+        text.append(
+            _has_number(number_token(test.key), lambda column: [_column_equals(column, values)])
+        )
     return _disjunction(text)
 
 
-def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]] | None:
+def _bound_conditions(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]] | None:
     """Return conditions on a column that must lie within the bounds; None if nothing can."""
     bounds = (
         (">", test.at_least, True), (">", test.greater_than, False),
@@ -171,7 +173,7 @@ def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]
             continue
         # Numbers on both sides of the bound may be rounded to it.
         inclusive = inclusive if _is_exact(bound) else wide
-        text.append(f" {sign}{'=' if inclusive else ''} {_float(bound)}")
+        text.append(f" {sign}{'=' if inclusive else ''} {_float_literal(bound)}")
     return lambda column: [column + one for one in text]
 
 
@@ -180,5 +182,5 @@ def _is_exact(number: int | float) -> bool:
     return abs(number) < _EXACT
 
 
-def _float(number: int | float) -> str:
+def _float_literal(number: int | float) -> str:
     return repr(float(number))

@@ -16,14 +16,14 @@ from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.candidates import too_many_pending
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import collection_name, collection_prefix, columns_of
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, execute
 from nobackfill.server.stores.postgresql.rows import (
     copy_out,
-    facets_of,
     labels_condition,
+    read_facets,
     read_spaces,
 )
-from nobackfill.server.stores.postgresql.schema import schema_of, table_of
+from nobackfill.server.stores.postgresql.schema import schema_name, table_name
 
 log = structlog.get_logger("server.stores")
 
@@ -123,7 +123,7 @@ class Feeder:
             for number, labels in journal.take_pending(connection, schema, _BATCH):
                 fed += len(labels)
                 if number in infos:
-                    self._send(connection, schema, infos[number], labels)
+                    self._send_vectors(connection, schema, infos[number], labels)
             return fed
 
         return self._database.write(work)
@@ -170,7 +170,7 @@ class Feeder:
             if idle:
                 time.sleep(_CHECK_S)
 
-    def _send(
+    def _send_vectors(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
     ) -> None:
         name = collection_name(self._database_id, schema, info.number)
@@ -179,9 +179,9 @@ class Feeder:
             # The collection was lost: mark all of the space as pending before creating it again.
             journal.mark_all_pending(connection, schema, info)
         self._collections.make(name, info.spec)
-        table = table_of(schema, info.number)
+        table = table_name(schema, info.number)
         present, vectors, _ = copy_out(connection, table, labels_condition(labels), info.spec.dim)
-        facets = facets_of(connection, schema, present)
+        facets = read_facets(connection, schema, present)
         columns = [columns_of(facets.get(label, {})) for label in present.tolist()]
         moment = self._collections.upsert(name, present, vectors, columns)
         if moment:
@@ -194,7 +194,7 @@ class Feeder:
         while not self._stopping.is_set():
             remaining = 0
             try:
-                remaining = self._turn()
+                remaining = self._sweep_and_feed()
                 is_down = False
             except NotFoundError:
                 # A gallery was deleted since.
@@ -215,20 +215,20 @@ class Feeder:
                 self._wake_event.clear()
                 self._wake_event.wait(_SWEEP_S)
 
-    def _turn(self) -> int:
+    def _sweep_and_feed(self) -> int:
         """Sweep, then feed until nothing is pending or the next sweep is due.
 
         Returns:
             The number of labels of the last round.
         """
-        schemas = self._sweep()
+        schemas = self._sweep_collections()
         end = time.monotonic() + _SWEEP_S
-        while (fed := self._round(schemas)) and time.monotonic() < end:
+        while (fed := self._feed_each_gallery(schemas)) and time.monotonic() < end:
             pass
-        self._seal()
+        self._seal_full_segments()
         return fed
 
-    def _round(self, schemas: Sequence[str]) -> int:
+    def _feed_each_gallery(self, schemas: Sequence[str]) -> int:
         """Feed a batch of each gallery; return the number of labels."""
         fed = 0
         for schema in schemas:
@@ -238,7 +238,7 @@ class Feeder:
                 (self._lagging.add if batch >= _BATCH else self._lagging.discard)(schema)
         return fed
 
-    def _seal(self) -> None:
+    def _seal_full_segments(self) -> None:
         for (schema, name), fed in [*self._unsealed.items()]:
             # Sealing while far behind would make many small graphs.
             if fed >= _SEGMENT and schema not in self._lagging:
@@ -272,7 +272,7 @@ class Feeder:
         else:
             self._failing.discard(which)
 
-    def _sweep(self) -> list[str]:
+    def _sweep_collections(self) -> list[str]:
         """Compare Milvus' collections with the spaces of all galleries.
 
         Loads collections, marks spaces without one as pending, and drops collections of deleted
@@ -282,7 +282,7 @@ class Feeder:
             The galleries with pending labels.
         """
         present = set(self._collections.names())
-        spaces = self._database.read(_spaces)
+        spaces = self._database.read(_journaled_spaces)
         owners = {
             collection_name(self._database_id, schema, info.number): (schema, info)
             for schema, infos in spaces.items()
@@ -299,12 +299,12 @@ class Feeder:
                 self._loaded.add(name)
         for name in set(owners) - present:
             with self._isolate(name):
-                self._note_again(*owners[name])
+                self._mark_all_pending(*owners[name])
         return self._database.read(
             lambda connection: journal.galleries_with_pending(connection, [*spaces])
         )
 
-    def _note_again(self, schema: str, info: SpaceInfo) -> None:
+    def _mark_all_pending(self, schema: str, info: SpaceInfo) -> None:
         """Mark all of a space as pending; the next batch creates its collection."""
 
         def work(connection: Connection) -> None:
@@ -314,10 +314,12 @@ class Feeder:
         self._database.write(work)
 
 
-def _spaces(connection: Connection) -> Mapping[str, list[SpaceInfo]]:
+def _journaled_spaces(connection: Connection) -> Mapping[str, list[SpaceInfo]]:
     """Return the spaces of all galleries that have a journal."""
-    numbers = run(connection, "SELECT number FROM nobackfill.galleries ORDER BY number").fetchall()
-    schemas = [schema_of(number) for (number,) in numbers]
+    numbers = execute(
+        connection, "SELECT number FROM nobackfill.galleries ORDER BY number"
+    ).fetchall()
+    schemas = [schema_name(number) for (number,) in numbers]
     return {
         schema: read_spaces(connection, schema)
         for schema in schemas

@@ -22,7 +22,7 @@ from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.hosted_database import DatabaseGalleryStorage, HostedInDatabase
 from nobackfill.server.stores.postgresql import rows, writes
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.graphs import (
     RECALL,
@@ -80,7 +80,7 @@ class MilvusGallery(PostgresqlGallery):
 
         def work(connection: Connection) -> None:
             for info in rows.read_spaces(connection, gallery.schema):
-                run(
+                execute(
                     connection,
                     f"DROP INDEX IF EXISTS {gallery.schema}.vectors_{info.number:d}_graph",
                 )

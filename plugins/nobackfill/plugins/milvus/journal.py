@@ -19,9 +19,9 @@ import numpy as np
 
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 from nobackfill.server.stores.postgresql.rows import label_column, read_spaces
-from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.schema import table_name
 from nobackfill.server.stores.postgresql.writes import lock_gallery_exclusive
 
 _TABLE = (
@@ -69,7 +69,7 @@ def begin_journal(connection: Connection, schema: str) -> None:
     lock_gallery_exclusive(connection, schema)
     if not has_journal(connection, schema):
         for statement in (_TABLE, _FED, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
-            run(connection, statement.format(schema))
+            execute(connection, statement.format(schema))
     for info in read_spaces(connection, schema):
         watch_space(connection, schema, info)
 
@@ -85,7 +85,7 @@ def has_journal(connection: Connection, schema: str) -> bool:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    rows = run(
+    rows = execute(
         connection,
         "SELECT to_regclass(%s) IS NOT NULL AND to_regclass(%s) IS NOT NULL",
         [f"{schema}.pending", f"{schema}.told"],
@@ -110,13 +110,13 @@ def covers_all_spaces(connection: Connection, schema: str) -> bool:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     return has_journal(connection, schema) and all(
-        _watched(connection, table_of(schema, info.number))
+        _is_watched(connection, table_name(schema, info.number))
         for info in read_spaces(connection, schema)
     )
 
 
-def _watched(connection: Connection, table: str) -> bool:
-    triggers = run(
+def _is_watched(connection: Connection, table: str) -> bool:
+    triggers = execute(
         connection,
         "SELECT 1 FROM pg_trigger WHERE tgrelid = to_regclass(%s) AND tgname = 'pending_insert'",
         [table],
@@ -137,10 +137,10 @@ def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    table = table_of(schema, info.number)
-    if not _watched(connection, table):
+    table = table_name(schema, info.number)
+    if not _is_watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
-            run(connection, _TRIGGER.format(schema, event, table, which, info.number))
+            execute(connection, _TRIGGER.format(schema, event, table, which, info.number))
         mark_all_pending(connection, schema, info)
 
 
@@ -157,12 +157,13 @@ def mark_all_pending(connection: Connection, schema: str, info: SpaceInfo) -> No
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
-    run(
+    execute(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
+    execute(
         connection,
         f"INSERT INTO {schema}.pending (number, label) SELECT {info.number:d}, v.label"
-        f" FROM {table_of(schema, info.number)} v WHERE NOT EXISTS (SELECT 1 FROM {schema}.pending"
-        f" p WHERE p.number = {info.number:d} AND p.label = v.label AND NOT p.described)",
+        f" FROM {table_name(schema, info.number)} v WHERE NOT EXISTS"
+        f" (SELECT 1 FROM {schema}.pending p WHERE p.number = {info.number:d}"
+        " AND p.label = v.label AND NOT p.described)",
     )
 
 
@@ -181,7 +182,7 @@ def try_lock(connection: Connection, schema: str) -> bool:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    lock = run(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
+    lock = execute(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
     return bool(lock.fetchone()[0])
 
 
@@ -204,7 +205,7 @@ def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    rows = run(
+    rows = execute(
         connection,
         f"DELETE FROM {schema}.pending WHERE ctid = ANY(ARRAY(SELECT ctid FROM {schema}.pending"
         " LIMIT %s)) RETURNING number, label",
@@ -231,7 +232,7 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    run(
+    execute(
         connection,
         f"INSERT INTO {schema}.told VALUES (%s, %s)"
         " ON CONFLICT (number) DO UPDATE SET moment = excluded.moment",
@@ -253,7 +254,7 @@ def fed_until(connection: Connection, schema: str, number: int) -> int | None:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    row = run(
+    row = execute(
         connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
     ).fetchone()
     return None if row is None else int(row[0])
@@ -281,14 +282,14 @@ def pending_labels(
     """
     filtering = "" if described else " AND NOT described"
     query = f"SELECT label FROM {schema}.pending WHERE number = %s{filtering} LIMIT %s"
-    return label_column(run(connection, query, [number, most + 1]))
+    return label_column(execute(connection, query, [number, most + 1]))
 
 
 def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> list[str]:
     """Return the galleries that have pending labels.
 
     Labels of which only the metadata changed count, too. One statement runs for each schema. The
-    names are not quoted: pass only names that `schema_of` made.
+    names are not quoted: pass only names that `schema_name` made.
 
     Args:
         connection: a connection to the database.
@@ -304,5 +305,5 @@ def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> li
     return [
         schema
         for schema in schemas
-        if run(connection, f"SELECT EXISTS (SELECT 1 FROM {schema}.pending)").fetchone()[0]
+        if execute(connection, f"SELECT EXISTS (SELECT 1 FROM {schema}.pending)").fetchone()[0]
     ]

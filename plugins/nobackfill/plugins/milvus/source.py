@@ -240,7 +240,7 @@ def indexes_of(client: Any, collection: str) -> Any:
         ConfigurationError: the process was forked after the first client was opened.
     """
     indexes = client.prepare_index_params()
-    for one in _indexes(client, collection):
+    for one in _index_descriptions(client, collection):
         params = dict(one.get("params") or {})
         params |= {what: value for what, value in one.items() if what not in _OF_INDEX}
         indexes.add_index(
@@ -266,11 +266,11 @@ def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
         InvalidInputError: Milvus refuses the request otherwise.
         ConfigurationError: the process was forked after the first client was opened.
     """
-    results = _indexes(client, collection)
+    results = _index_descriptions(client, collection)
     return next((one for one in results if one.get("field_name") == field), {})
 
 
-def _indexes(client: Any, collection: str) -> list[dict[str, Any]]:
+def _index_descriptions(client: Any, collection: str) -> list[dict[str, Any]]:
     names = call_milvus(collection, lambda: client.list_indexes(collection))
     results = [
         call_milvus(collection, lambda name=name: client.describe_index(collection, name))  # type: ignore[misc]
@@ -394,7 +394,7 @@ class MilvusStore:
         if not isinstance(original, MilvusCollection):
             raise TypeError(original)
         schema = original.schema(target.dim)
-        properties = original.properties | _marks(facts)
+        properties = original.properties | _mark_properties(facts)
         call_milvus(
             target.name,
             lambda: self._client.create_collection(
@@ -421,7 +421,7 @@ class MilvusStore:
         partitions = original.partitions()
         for name in partitions:
             make_partition(self._client, copy.name, name)
-        present = {one["field_name"] for one in _indexes(self._client, copy.name)}
+        present = {one["field_name"] for one in _index_descriptions(self._client, copy.name)}
         indexes = indexes_of(self._client, original.name)
         for one in sorted(indexes, key=lambda one: one.field_name == original.vector):
             if one.field_name not in present:
@@ -463,7 +463,7 @@ class MilvusStore:
         """
         sentences, own = [], collection.name
         if name == own:
-            aliases = self._aliases(own)
+            aliases = self._list_aliases(own)
             way = f"name its alias, as in #{aliases[0]}" if aliases else (
                 f"run client.create_alias({own!r}, {own + '_live'!r}), let your programs open that "
                 f"alias, and name it, as in #{own}_live"
@@ -486,7 +486,7 @@ class MilvusStore:
             )
         return sentences
 
-    def _aliases(self, name: str) -> list[str]:
+    def _list_aliases(self, name: str) -> list[str]:
         return sorted(call_milvus(name, lambda: self._client.list_aliases(name))["aliases"])
 
     def redirect_name(self, name: str, collection: str) -> None:
@@ -510,7 +510,7 @@ class MilvusStore:
         """
         call_milvus(
             collection,
-            lambda: self._client.alter_collection_properties(collection, _marks(facts)),
+            lambda: self._client.alter_collection_properties(collection, _mark_properties(facts)),
         )
 
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
@@ -519,7 +519,7 @@ class MilvusStore:
         Raises:
             NotFoundError: the old collection was dropped.
         """
-        others = [self.lead_command(one, new.name) for one in self._aliases(old.name)]
+        others = [self.lead_command(one, new.name) for one in self._list_aliases(old.name)]
         return [
             f"programs that open {old.name!r} by its own name still use the old vectors: let them "
             f"open {name!r}",
@@ -547,7 +547,7 @@ class MilvusStore:
             InvalidInputError: an alias leads to it, or Milvus refuses the request otherwise.
             NotFoundError: there is no such collection.
         """
-        if aliases := self._aliases(name):
+        if aliases := self._list_aliases(name):
             raise InvalidInputError(
                 f"{name}: cannot be dropped while the alias {join_few(aliases)} leads to it; let "
                 "the alias lead to another collection first"
@@ -567,7 +567,7 @@ class MilvusStore:
             "new model; then carry once more, because items of the last sweep are missing",
             "switch the queries to the new model, and at the same moment:",
         ]
-        aliases = self._aliases(old.name)
+        aliases = self._list_aliases(old.name)
         steps += [self.lead_command(alias, new.name) for alias in aliases]
         if not aliases:
             steps.append(
@@ -689,20 +689,20 @@ class MilvusCollection:
         Yields:
             Windows of keys, without the lower end and with the upper one.
         """
-        each = min(rows, self._at_once)
-        keys = sorted(self._keys())
+        each = min(rows, self._items_per_answer)
+        keys = sorted(self._read_keys())
         lower = None
         for upper in keys[each - 1 : -1 : each]:
             yield Window(lower, upper)
             lower = upper
         yield Window(lower)
 
-    def _keys(self) -> list[Any]:
+    def _read_keys(self) -> list[Any]:
         self._load()
         pages = call_milvus(
             self.name,
             lambda: self._client.query_iterator(
-                self.name, batch_size=_PAGE * 10, filter=self._range(Window()),
+                self.name, batch_size=_PAGE * 10, filter=self._window_expression(Window()),
                 output_fields=[self._key], consistency_level=_STRONG,
             ),
         )  # fmt: skip
@@ -713,7 +713,7 @@ class MilvusCollection:
         return results
 
     @property
-    def _at_once(self) -> int:
+    def _items_per_answer(self) -> int:
         """Return the number of items whose vectors fit into one answer."""
         return max(1, _MOST_BYTES // (4 * self._dim))
 
@@ -727,17 +727,22 @@ class MilvusCollection:
             window: keys above `lower` and up to `upper`. A large window is read in several
                 requests.
         """
-        results = self._query(self._range(window), [self._key])
+        results = self._query(self._window_expression(window), [self._key])
         keys = sorted(one[self._key] for one in results)
         records: list[Record] = []
         lower = window.lower
         partitions = self.partitions()
-        for upper in (*keys[self._at_once - 1 : -1 : self._at_once], window.upper):
-            condition = self._range(Window(lower, upper))
+        for upper in (
+            *keys[self._items_per_answer - 1 : -1 : self._items_per_answer],
+            window.upper,
+        ):
+            condition = self._window_expression(Window(lower, upper))
             some: list[Record] = []
             for partition in partitions or [""]:
                 results = self._query(condition, ["*", self.vector], partition)
-                some += self._records(results, "" if partition == _DEFAULT else partition)
+                some += self._records_of_results(
+                    results, "" if partition == _DEFAULT else partition
+                )
             records += sorted(some, key=lambda one: one.key)
             lower = upper
         return records
@@ -760,7 +765,7 @@ class MilvusCollection:
         Args:
             window: keys above `lower` and up to `upper`.
         """
-        results = self._query(self._range(window), [self._key, OF])
+        results = self._query(self._window_expression(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
@@ -772,7 +777,9 @@ class MilvusCollection:
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
-            results.update(one[self._key] for one in self._query(self._among(some), [self._key]))
+            results.update(
+                one[self._key] for one in self._query(self._keys_expression(some), [self._key])
+            )
         return results
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -827,11 +834,11 @@ class MilvusCollection:
 
         Earlier writes are visible. An id that is given twice may come twice.
         """
-        keys = [key for one in ids if (key := self._key_of(one)) is not None]
+        keys = [key for one in ids if (key := self._parse_key(one)) is not None]
         results: list[Record] = []
         for first in range(0, len(keys), _PAGE):
-            among = self._among(keys[first : first + _PAGE])
-            results += self._records(self._query(among, ["*", self.vector]))
+            among = self._keys_expression(keys[first : first + _PAGE])
+            results += self._records_of_results(self._query(among, ["*", self.vector]))
         return results
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -875,7 +882,9 @@ class MilvusCollection:
         )  # fmt: skip
         return list(results)
 
-    def _records(self, results: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
+    def _records_of_results(
+        self, results: Sequence[Mapping[str, Any]], partition: str = ""
+    ) -> list[Record]:
         records = []
         for one in results:
             values = {n: v for n, v in one.items() if n not in (self._key, self.vector, OF)}
@@ -885,20 +894,20 @@ class MilvusCollection:
             records.append(Record(one[self._key], vector, values, partition))
         return records
 
-    def _range(self, window: Window) -> str:
+    def _window_expression(self, window: Window) -> str:
         if window.upper is not None:
-            upper = f"{self._key} <= {_literal(window.upper)}"
+            upper = f"{self._key} <= {_key_literal(window.upper)}"
         else:
             # A server cannot parse the least number, but the largest.
             upper = f'{self._key} >= ""' if self._texts else f"{self._key} <= {_MOST}"
         if window.lower is None:
             return upper
-        return f"{self._key} > {_literal(window.lower)} and {upper}"
+        return f"{self._key} > {_key_literal(window.lower)} and {upper}"
 
-    def _among(self, keys: Sequence[Any]) -> str:
-        return f"{self._key} in [{', '.join(map(_literal, keys))}]"
+    def _keys_expression(self, keys: Sequence[Any]) -> str:
+        return f"{self._key} in [{', '.join(map(_key_literal, keys))}]"
 
-    def _key_of(self, name: str) -> Any:
+    def _parse_key(self, name: str) -> Any:
         if self._texts:
             return name
         try:
@@ -908,11 +917,11 @@ class MilvusCollection:
         return key if str(key) == name and -(1 << 63) <= key < 1 << 63 else None
 
 
-def _marks(facts: Mapping[str, str]) -> dict[str, str]:
+def _mark_properties(facts: Mapping[str, str]) -> dict[str, str]:
     """Write facts of a collection as properties."""
     return {_MARK + name: value for name, value in facts.items()}
 
 
-def _literal(value: object) -> str:
+def _key_literal(value: object) -> str:
     """Write a key as a literal of Milvus' expressions, whose strings are those of JSON."""
     return json.dumps(value, ensure_ascii=False)

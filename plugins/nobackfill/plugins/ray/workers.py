@@ -104,7 +104,7 @@ class RayCluster:
                 minutes.
             Exception: any error of `do`.
         """
-        task = ray.remote(num_cpus=1, max_retries=TRIES)(_do).options(name=do.__name__)
+        task = ray.remote(num_cpus=1, max_retries=TRIES)(_run_part).options(name=do.__name__)
         remaining = iter(parts)
         # In a list: Ray would resolve a bare reference, megabytes of models, for every task.
         shared = [ray.put(work)]
@@ -112,7 +112,7 @@ class RayCluster:
         try:
             while True:
                 # Nodes come and go, so ask the head each time.
-                room = AHEAD * _processors()
+                room = AHEAD * _processor_count()
                 while len(running) < room:
                     part = next(remaining, None)
                     if part is None:
@@ -126,7 +126,7 @@ class RayCluster:
                         f"the Ray cluster has finished no task for {_PATIENCE_S:.0f} s; check with "
                         "`ray status` that a processor is free"
                     )
-                yield _result(finished[0])
+                yield _task_result(finished[0])
         finally:
             for one in running:
                 ray.cancel(one, force=False)
@@ -145,16 +145,16 @@ class RayCluster:
 _shared: OpenCache[Any, Any] = OpenCache(lambda reference, _: ray.get(reference))
 
 
-def _do(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> Result:
+def _run_part(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> Result:
     return do(_shared.open_for(shared[0], shared[0].hex()), part)
 
 
-def _processors() -> int:
+def _processor_count() -> int:
     """Return the number of processors of the nodes that are alive now."""
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
-def _result(task: Any) -> Any:
+def _task_result(task: Any) -> Any:
     try:
         return ray.get(task)
     except RayTaskError as error:

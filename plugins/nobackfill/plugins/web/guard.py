@@ -51,13 +51,13 @@ class Guard:
         token: str | None,
         *,
         secure: bool = False,
-        images: str = "",
+        image_sources: str = "",
     ) -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
         self._token = token
         self._scheme = "https" if secure else "http"
-        self._policy = _POLICY.format(images=f" {images}" if images else "")
+        self._policy = _POLICY.format(images=f" {image_sources}" if image_sources else "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -70,7 +70,7 @@ class Guard:
 
         async def send_protected(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._protect(MutableHeaders(scope=message))
+                self._add_security_headers(MutableHeaders(scope=message))
             await send(message)
 
         refusal = self._refusal(scope)
@@ -83,7 +83,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
-        if [host.lower() for host in headers.getlist("host")] != [self._host(headers)]:
+        if [host.lower() for host in headers.getlist("host")] != [self._allowed_host(headers)]:
             return PlainTextResponse(
                 "this server does not serve the host of this address: use the address that it"
                 " printed when it started\n",
@@ -97,14 +97,14 @@ class Guard:
             )
         if scope["method"] not in (*_READING, "POST"):
             return PlainTextResponse("expected the method GET, HEAD or POST\n", 405)
-        if self._foreign(scope["method"], headers):
+        if self._is_foreign(scope["method"], headers):
             return PlainTextResponse(
                 "refused: the request comes from another site's page; open this page by itself\n",
                 403,
             )
         return None
 
-    def _host(self, headers: Headers) -> str | None:
+    def _allowed_host(self, headers: Headers) -> str | None:
         host = headers.get("host", "").lower()
         any_first = f"*.{host.partition('.')[2]}"
         return host if host in self._hosts or any_first in self._hosts else None
@@ -126,7 +126,7 @@ class Guard:
         first = path.split("/", 2)[1] if path.startswith("/") else ""
         return secrets.compare_digest(first.encode(), self._token.encode())
 
-    def _foreign(self, method: str, headers: Headers) -> bool:
+    def _is_foreign(self, method: str, headers: Headers) -> bool:
         """Return whether another origin sends the request; following a link is always allowed."""
         site = headers.get("sec-fetch-site", "same-origin")
         navigates = method in _READING and headers.get("sec-fetch-mode") == "navigate"
@@ -134,9 +134,11 @@ class Guard:
             return True
         if method in _READING:
             return False
-        return headers.get("origin", "").lower() != f"{self._scheme}://{self._host(headers)}"
+        return (
+            headers.get("origin", "").lower() != f"{self._scheme}://{self._allowed_host(headers)}"
+        )
 
-    def _protect(self, headers: MutableHeaders) -> None:
+    def _add_security_headers(self, headers: MutableHeaders) -> None:
         headers["Content-Security-Policy"] = self._policy
         headers["X-Content-Type-Options"] = "nosniff"
         headers["X-Frame-Options"] = "DENY"

@@ -96,7 +96,7 @@ class _LimitedSocket(socket.socket):
         """Accept a connection. Raises ConnectionAbortedError without room; asyncio continues."""
         connection, address = super().accept()
         accepted = _Connection(fileno=connection.detach())
-        accepted.bind_to(self, _peer(address[0]))
+        accepted.bind_to(self, _connection_owner(address[0]))
         if not self._make_room(accepted.peer):
             accepted.close()
             raise ConnectionAbortedError("too many connections")
@@ -162,7 +162,7 @@ _CROWDED = PlainTextResponse(
 )
 
 
-def _peer(address: str) -> str:
+def _connection_owner(address: str) -> str:
     """Return the owner of an address: a whole /64 in IPv6, because everybody gets one."""
     if is_loopback(address):
         return _LOCAL
@@ -271,7 +271,7 @@ class Listener:
         places = _Places()
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-            peer = _peer(scope["client"][0])
+            peer = _connection_owner(scope["client"][0])
             with places.reserve(_AUTHENTICATED if is_authenticated(scope) else peer) as reserve:
                 answer = app if reserve else _CROWDED
                 await answer({**scope, ENDING: self._ending}, receive, send)

@@ -66,19 +66,19 @@ class Site:
     """
 
     def __init__(
-        self, templates: Path, title: str, links: Sequence[tuple[str, str]], login: str = ""
+        self, template_folder: Path, title: str, links: Sequence[tuple[str, str]], login: str = ""
     ) -> None:
         """Make an empty site.
 
         Args:
-            templates: the folder of the site's templates; the shared ones of all sites are found
-                too.
+            template_folder: the folder of the site's templates; the shared ones of all sites are
+                found too.
             title: the title of all pages.
             links: path and name of each link at the top of the pages.
             login: where unauthenticated readers are redirected; empty: nowhere.
         """
         self._login = login
-        self._environment = template_environment(templates, _FOLDER)
+        self._environment = template_environment(template_folder, _FOLDER)
         self._shared: dict[str, Any] = {"site": title, "links": links}
         self._routes = [Route("/static/{name}", _static)]
 
@@ -91,7 +91,7 @@ class Site:
             path: the path in the site, as starlette writes routes.
             page: makes the response, on a thread.
         """
-        self._routes.append(Route(path, _threaded(page), methods=["GET"]))
+        self._routes.append(Route(path, _in_thread_pool(page), methods=["GET"]))
 
     def post(
         self,
@@ -115,7 +115,7 @@ class Site:
 
         async def endpoint(request: Request) -> Response:
             check(request)
-            return await run_in_threadpool(page, request, await _body(request, most))
+            return await run_in_threadpool(page, request, await _read_body(request, most))
 
         self._routes.append(Route(path, endpoint, methods=["POST"]))
 
@@ -196,23 +196,23 @@ class Site:
             to the server.
         """
         handlers: dict[Any, Any] = {
-            NobackfillError: self._refusal,
-            HTTPException: self._missing,
-            ClientDisconnect: _disconnection,
+            NobackfillError: self._respond_with_refusal,
+            HTTPException: self._respond_not_found,
+            ClientDisconnect: _respond_to_disconnected,
         }
         return Starlette(routes=self._routes, exception_handlers=handlers)
 
-    def _refusal(self, request: Request, error: Exception) -> Response:
+    def _respond_with_refusal(self, request: Request, error: Exception) -> Response:
         if self._login and isinstance(error, UnauthenticatedError) and request.method == "GET":
             return self.redirect(request, self._login)
         status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
-        return self._error(request, str(error), status)
+        return self._respond_with_error(request, str(error), status)
 
-    def _missing(self, request: Request, error: Exception) -> Response:
+    def _respond_not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return self._error(request, "This page does not exist.", error.status_code)
+        return self._respond_with_error(request, "This page does not exist.", error.status_code)
 
-    def _error(self, request: Request, sentence: str, status: int) -> Response:
+    def _respond_with_error(self, request: Request, sentence: str, status: int) -> Response:
         part = "hx-request" in request.headers
         template = "notice.html.j2" if part else "error.html.j2"
         return self.respond_with_page(request, template, status, sentence=sentence)
@@ -237,7 +237,7 @@ def parse_form(body: bytes) -> dict[str, str]:
         ) from error
 
 
-async def _body(request: Request, most: int) -> bytes:
+async def _read_body(request: Request, most: int) -> bytes:
     """Read the body of a request.
 
     Raises:
@@ -261,12 +261,12 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _disconnection(request: Request, error: Exception) -> Response:
+def _respond_to_disconnected(request: Request, error: Exception) -> Response:
     """Respond to a client that has disconnected, which reads nothing."""
     return Response(status_code=400)
 
 
-def _threaded(page: Page) -> Callable[[Request], Awaitable[Response]]:
+def _in_thread_pool(page: Page) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(page, request)
 

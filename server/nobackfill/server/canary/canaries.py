@@ -82,10 +82,10 @@ class ComparisonThread:
             self._waiting += 1
             self._bytes += size
         try:
-            self._pool.submit(self._do, work, size)
+            self._pool.submit(self._run_comparison, work, size)
         except RuntimeError:
             # The system has no thread left, or the gateway is stopping.
-            self._release(size)
+            self._release_bytes(size)
             return False
         return True
 
@@ -96,14 +96,14 @@ class ComparisonThread:
         """
         self._pool.shutdown(cancel_futures=True)
 
-    def _do(self, work: Callable[[], None], size: int) -> None:
+    def _run_comparison(self, work: Callable[[], None], size: int) -> None:
         try:
             with error_boundary(self._metrics, "canary"):
                 work()
         finally:
-            self._release(size)
+            self._release_bytes(size)
 
-    def _release(self, size: int) -> None:
+    def _release_bytes(self, size: int) -> None:
         with self._lock:
             self._waiting -= 1
             self._bytes -= size
@@ -249,7 +249,7 @@ class Canaries:
             finally:
                 hosted.use_counter.leave()
 
-        if not self._mirror.enqueue(work, _size(query.query)):
+        if not self._mirror.enqueue(work, _query_bytes(query.query)):
             query.comparison.count_skipped()
 
     def comparison(self, release: int) -> CanaryComparison:
@@ -430,14 +430,14 @@ class _MirroredQuery:
         Args:
             limit: time limit of the new pair in seconds.
         """
-        old = self._timed(self.answerer.old_answerer)
+        old = self._time_answer(self.answerer.old_answerer)
         try:
-            new = _with_time_limit(limit, lambda: self._timed(self.answerer.new_answerer))
+            new = _with_time_limit(limit, lambda: self._time_answer(self.answerer.new_answerer))
         except DeadlineError:
             new = limit
         self.comparison.count_rerun(self.canary, old, new)
 
-    def _timed(self, pair: PlainAnswerer) -> float:
+    def _time_answer(self, pair: PlainAnswerer) -> float:
         began = time.monotonic()
         self._answer(pair)
         return time.monotonic() - began
@@ -494,7 +494,7 @@ def _is_evidence(error: NobackfillError, query: Query | None) -> bool:
     return not of_caller and not isinstance(error, _NO_EVIDENCE)
 
 
-def _size(query: Query) -> int:
+def _query_bytes(query: Query) -> int:
     return len(query) if isinstance(query, bytes | str) else sum(map(len, query.values()))
 
 
@@ -560,9 +560,9 @@ class CanaryMetrics(Collector):
             for kind in FEEDBACK_KINDS:
                 feedback.add_metric([name, kind], pair.feedback_counts[kind])
         yield from (queries, seconds, score, feedback)
-        yield from self._likeness()
+        yield from self._similarity_metrics()
 
-    def _likeness(self) -> Iterator[Metric]:
+    def _similarity_metrics(self) -> Iterator[Metric]:
         report = self._canaries.last_report()
         yield CounterMetricFamily(
             "nobackfill_canary_compared", "Queries that both pairs have answered.",

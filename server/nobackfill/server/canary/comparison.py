@@ -325,13 +325,13 @@ class CanaryComparison:
             and their times given to `count_rerun`.
         """
         with self._lock:
-            self._figures(new).count_answer(answer, seconds)
+            self._pair_figures(new).count_answer(answer, seconds)
             self._record_session(canary, answer, caller.canary_key, new=new)
             if not new:
                 self._update_p99()
                 return False
             self._errors.add_outcome(False, canary.most_errors)
-            if self._p99 is None or not self._in_turn(caller):
+            if self._p99 is None or not self._counts_for_latency(caller):
                 return False
             if seconds > canary.largest_p99_ratio * self._p99:
                 return True
@@ -424,7 +424,7 @@ class CanaryComparison:
                 # A lower limit: the query would have taken longer.
                 self._counts.new.recent_latencies.append(allowance)
             if of_latency:
-                return self._in_turn(caller)
+                return self._counts_for_latency(caller)
             self._errors.add_outcome(True, canary.most_errors)
             return False
 
@@ -531,8 +531,8 @@ class CanaryComparison:
                 release=self.release,
                 state=state,
                 message=message,
-                old_pair=self._pair(new=False),
-                new_pair=self._pair(new=True),
+                old_pair=self._pair_report(new=False),
+                new_pair=self._pair_report(new=True),
                 compared_query_count=counts.likeness.query_count,
                 mean_overlap=counts.likeness.mean_overlap,
                 mean_rank_correlation=counts.likeness.mean_rank_correlation,
@@ -559,10 +559,10 @@ class CanaryComparison:
             items = [hit.item.id for hit in answer.hits]
             self._sessions.count_answer(key, answer.request_id, items, new=new)
 
-    def _figures(self, new: bool) -> PairFigures:
+    def _pair_figures(self, new: bool) -> PairFigures:
         return self._counts.new if new else self._counts.old
 
-    def _in_turn(self, caller: "Caller") -> bool:
+    def _counts_for_latency(self, caller: "Caller") -> bool:
         """Tell whether a query counts for latency.
 
         A caller's key counts once in a while, and a token less often than all keys that it could
@@ -578,8 +578,8 @@ class CanaryComparison:
         if queries >= _MIN_QUERIES and queries % _QUERIES_PER_UPDATE == 0:
             self._p99 = self._counts.old.duration_quantile(0.99)
 
-    def _pair(self, *, new: bool) -> PairReport:
-        figures = self._figures(new)
+    def _pair_report(self, *, new: bool) -> PairReport:
+        figures = self._pair_figures(new)
         return PairReport(
             query_count=figures.query_count,
             error_count=figures.error_count,

@@ -30,7 +30,7 @@ verification, 66 not found, 69 no gateway answers, 73 cannot write or exists alr
 """
 
 
-def examples(*lines: str) -> str:
+def format_examples(*lines: str) -> str:
     """Format command lines as the section `Examples` of a command's help, in their order.
 
     Args:
@@ -134,7 +134,7 @@ def settings_option(defaults: Mapping[str, float]) -> Any:
 ActivationSettings = Annotated[Path | None, settings_option(ACTIVATION)]
 
 
-def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]:
+def read_tuning_file(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]:
     """Read numbers from a TOML file.
 
     Args:
@@ -181,7 +181,7 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
 
 
 @contextlib.contextmanager
-def exit_codes() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Print an error of the block as one sentence on stderr, and exit with its code; other errors
     pass.
 
@@ -210,7 +210,7 @@ def _refuse(error: NobackfillError) -> typer.Exit:
     return typer.Exit(error.exit_code)
 
 
-def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
+def print_result(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
     """Print a result on stdout, as JSON or as a table.
 
     Characters that a terminal would obey are escaped in the table. Long cells are folded.

@@ -16,12 +16,17 @@ from nobackfill.server.cli.app import (
     Number,
     Server,
     app,
-    examples,
-    exit_codes,
+    exit_on_error,
+    format_examples,
+    read_tuning_file,
     settings_option,
-    tuning,
 )
-from nobackfill.server.cli.operations import connect, plain, report, show_rollback
+from nobackfill.server.cli.operations import (
+    connect,
+    message_to_json,
+    print_activation_progress,
+    show_rollback,
+)
 from nobackfill.terminal import escape_control
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import Gateway
@@ -54,7 +59,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @canary_commands.command(
-    epilog=examples(
+    epilog=format_examples(
         "gateway canary start 2 --share 5%",
         "gateway canary start 2 --steps 5,25,100 --every 10m",
         "gateway canary start 2 --share 100% --shadow",
@@ -95,8 +100,8 @@ def start(
     """
     canary = _canary_of(share, steps, every)
     canary.shadow = shadow
-    with exit_codes(), connect(server) as gateway:
-        numbers = tuning(settings, CANARY)
+    with exit_on_error(), connect(server) as gateway:
+        numbers = read_tuning_file(settings, CANARY)
         canary.most_errors = numbers["most_errors"]
         canary.largest_p99_ratio = numbers["largest_p99_ratio"]
         events = gateway.activate(
@@ -105,11 +110,11 @@ def start(
             old_space_seconds=int(numbers["old_space_seconds"]),
             canary=canary,
         )
-        report(number, events, as_json, canary=True)
+        print_activation_progress(number, events, as_json, canary=True)
 
 
 @canary_commands.command(
-    epilog=examples("gateway canary step 2", "gateway canary step 2 --share 25%")
+    epilog=format_examples("gateway canary step 2", "gateway canary step 2 --share 25%")
 )
 def step(
     number: Number,
@@ -136,7 +141,7 @@ def step(
     shrink.
     """
     change = _canary_of(share, steps, every) if share or steps or every else None
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         canary = _running_canary(gateway, number)
         if change is not None:
             canary.share, canary.steps[:] = change.share, change.steps
@@ -149,28 +154,30 @@ def step(
                 f"`gateway canary step {number} --share 50%`, or end it with `gateway canary "
                 f"promote {number}`"
             )
-        report(number, gateway.activate(number, canary=canary), as_json, canary=True)
+        print_activation_progress(
+            number, gateway.activate(number, canary=canary), as_json, canary=True
+        )
 
 
-@canary_commands.command(epilog=examples("gateway canary promote 2"))
+@canary_commands.command(epilog=format_examples("gateway canary promote 2"))
 def promote(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """End a canary by letting its release answer all callers.
 
     The command returns when the switch has ended. It fails if no canary of the release runs, or if
     the canary has not answered a query yet.
     """
-    with exit_codes(), connect(server) as gateway:
-        report(number, gateway.promote(number), as_json)
+    with exit_on_error(), connect(server) as gateway:
+        print_activation_progress(number, gateway.promote(number), as_json)
 
 
-@canary_commands.command(epilog=examples("gateway canary stop 2"))
+@canary_commands.command(epilog=format_examples("gateway canary stop 2"))
 def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """End a canary: the old release answers all callers again.
 
     It fails if no canary of the release runs, also if it was promoted before. Items that the old
     release does not find are listed.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         # A gateway of an older version ignores `canary`: these two calls guard the rollback there.
         _running_canary(gateway, number)
         before = gateway.rollback().number
@@ -178,7 +185,9 @@ def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False)
     show_rollback(answer, as_json)
 
 
-@canary_commands.command(epilog=examples("gateway canary watch", "gateway canary watch --json"))
+@canary_commands.command(
+    epilog=format_examples("gateway canary watch", "gateway canary watch --json")
+)
 def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Follow a canary to its end: the counts of both releases, and how they compare.
 
@@ -187,11 +196,11 @@ def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
     Without a canary since the gateway started, it prints one line that says so.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         block = ""
         for snapshot in gateway.watch_canary():
             if as_json:
-                typer.echo(json.dumps(plain(snapshot)))
+                typer.echo(json.dumps(message_to_json(snapshot)))
             elif block != (block := describe_canary(snapshot)):
                 typer.echo(block)
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from nobackfill import durable
-from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
+from nobackfill.server.cli.app import Json, app, exit_on_error, format_examples, print_result
 
 Data = Annotated[
     Path,
@@ -34,7 +34,9 @@ data_commands = typer.Typer(
 app.add_typer(data_commands, name="data")
 
 
-@data_commands.command(epilog=examples("gateway data backup /backups/monday --data gateway-data"))
+@data_commands.command(
+    epilog=format_examples("gateway data backup /backups/monday --data gateway-data")
+)
 def backup(
     target: Annotated[
         Path, typer.Argument(help="Folder that the backup is written to. It must not exist yet.")
@@ -48,13 +50,15 @@ def backup(
 
     An error leaves no backup. Search indexes are left out, because the gateway builds them again.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.backup import backup
 
         _show(asdict(backup(data, target)), as_json)
 
 
-@data_commands.command(epilog=examples("gateway data restore /backups/monday --data gateway-data"))
+@data_commands.command(
+    epilog=format_examples("gateway data restore /backups/monday --data gateway-data")
+)
 def restore(
     source: Annotated[
         Path, typer.Argument(help="Folder that `gateway data backup` wrote. It is only read.")
@@ -68,13 +72,13 @@ def restore(
 
     An error leaves the data folder as it was. No gateway may serve it.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.backup import restore
 
         _show(asdict(restore(source, data)), as_json)
 
 
-@data_commands.command(epilog=examples("gateway data verify /backups/monday"))
+@data_commands.command(epilog=format_examples("gateway data verify /backups/monday"))
 def verify(
     folder: Annotated[
         Path, typer.Argument(help="Folder to check: a backup or a data folder. It is only read.")
@@ -89,7 +93,7 @@ def verify(
 
     It stops at the first damage, and exits with 65.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.backup import verify
 
         _show(asdict(verify(folder)), as_json)
@@ -105,11 +109,11 @@ def _show(summary: dict[str, object], as_json: bool) -> None:
     if unfinished_uploads:
         size = sum(unfinished_uploads.values())
         rows.append(["unfinished uploads", f"{len(unfinished_uploads)} ({size} bytes)"])
-    show(as_json, summary, rows)
+    print_result(as_json, summary, rows)
 
 
 @data_commands.command(
-    epilog=examples("gateway data export photos --from sqlite:gateway-data --out vectors")
+    epilog=format_examples("gateway data export photos --from sqlite:gateway-data --out vectors")
 )
 def export(
     gallery: Annotated[str, typer.Argument(help="Name of the gallery whose vectors are exported.")],
@@ -162,7 +166,7 @@ def export(
 
     An error leaves no folder.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.errors import NotFoundError, join_few
         from nobackfill.server import export as exporting
         from nobackfill.server.storage import Storage, check_store_folder, store_folder
@@ -187,7 +191,7 @@ def export(
         rows = [["release", "vectors", "file"]]
         rows += [[str(number), str(count), str(out / f"release-{number}.parquet")]
                  for number, count in exported.vector_counts.items()]  # fmt: skip
-        show(
+        print_result(
             as_json,
             {"items": exported.item_count, "rows": exported.vector_counts, "out": str(out)},
             rows,
@@ -195,7 +199,7 @@ def export(
 
 
 @data_commands.command(
-    epilog=examples("gateway data migrate --store postgresql://gateway@db/vectors")
+    epilog=format_examples("gateway data migrate --store postgresql://gateway@db/vectors")
 )
 def migrate(
     store: Annotated[
@@ -225,7 +229,7 @@ def migrate(
 
     If the database has that format already, nothing changes. An error changes nothing.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.errors import ConfigurationError
         from nobackfill.server.settings import DATABASES
         from nobackfill.server.storage import migrate_database
@@ -236,7 +240,7 @@ def migrate(
                 "address; a folder of galleries needs no `gateway data migrate`"
             )
         before, after = migrate_database(store, to)
-        show(
+        print_result(
             as_json,
             {"before": before, "after": after},
             [["format before", "format now"], [str(before), str(after)]],
@@ -244,7 +248,7 @@ def migrate(
 
 
 @data_commands.command(
-    epilog=examples(
+    epilog=format_examples(
         "gateway data move --from sqlite:gateway-data --to postgresql://gateway@db/vectors"
     )
 )
@@ -292,7 +296,7 @@ def move(
     75. Stop that gateway and run the command again: it copies the changes and the state, and
     compares both stores. Afterwards `gateway serve` refuses the old folder unless --force is given.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.errors import BusyError, ConfigurationError
         from nobackfill.server.storage import Storage, check_store_folder, mark_moved, store_folder
         from nobackfill.server.transfer import transfer_all, vault_folders
@@ -334,7 +338,7 @@ def move(
             "galleries": {name: transferred.to_json() for name, transferred in galleries.items()},
             "vault": None if vault is None else vault.to_json(),
         }
-        show(as_json, result, rows)
+        print_result(as_json, result, rows)
         if not is_stopped:
             raise BusyError(
                 "the move is not finished: a gateway still serves --from, so its state was not "
@@ -342,7 +346,9 @@ def move(
             )
 
 
-@app.command(epilog=examples("gateway audit", "gateway audit --store sqlite:/srv/gateway-data"))
+@app.command(
+    epilog=format_examples("gateway audit", "gateway audit --store sqlite:/srv/gateway-data")
+)
 def audit(
     store: Annotated[
         str,
@@ -363,7 +369,7 @@ def audit(
 
     The latest entry comes last.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.storage import Storage, check_store_folder
 
         check_store_folder(store)
@@ -377,4 +383,4 @@ def audit(
             [f"{datetime.fromtimestamp(entry.time, UTC):%Y-%m-%d %H:%M:%S}", *entry[1:]]
             for entry in entries
         ]
-        show(as_json, {"audit": [entry._asdict() for entry in entries]}, rows)
+        print_result(as_json, {"audit": [entry._asdict() for entry in entries]}, rows)

@@ -15,13 +15,13 @@ from nobackfill.server.cli.app import (
     Json,
     Server,
     app,
-    examples,
-    exit_codes,
+    exit_on_error,
+    format_examples,
+    print_result,
+    read_tuning_file,
     settings_option,
-    show,
-    tuning,
 )
-from nobackfill.server.cli.operations import connect, plain
+from nobackfill.server.cli.operations import connect, message_to_json
 from nobackfill.terminal import escape_control
 from nobackfill.v1 import gallery_pb2
 from nobackfill.wire.gateway import Gateway
@@ -35,7 +35,7 @@ _Name = Annotated[
 ]
 
 
-@gallery_commands.command(epilog=examples("gateway gallery create photos"))
+@gallery_commands.command(epilog=format_examples("gateway gallery create photos"))
 def create(name: _Name, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Create an empty gallery.
 
@@ -43,24 +43,24 @@ def create(name: _Name, server: Server = DEFAULT_SERVER, as_json: Json = False) 
 
     It fails if a gallery has this name, if no release is active yet, or while an activation runs.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = gateway.create_gallery(name)
-    _show_galleries(plain(answer), [answer], as_json)
+    _show_galleries(message_to_json(answer), [answer], as_json)
 
 
-@gallery_commands.command("list", epilog=examples("gateway gallery list"))
+@gallery_commands.command("list", epilog=format_examples("gateway gallery list"))
 def list_command(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List the galleries: items, and the release that answers in each.
 
     They are sorted by name. A gallery that is not served is listed with the reason.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         found = list(gateway.list_galleries())
     whole = gallery_pb2.ListGalleriesResponse(galleries=found)
-    _show_galleries(plain(whole), found, as_json)
+    _show_galleries(message_to_json(whole), found, as_json)
 
 
-@gallery_commands.command(epilog=examples("gateway gallery delete photos --yes"))
+@gallery_commands.command(epilog=format_examples("gateway gallery delete photos --yes"))
 def delete(
     name: _Name,
     confirm: Annotated[
@@ -78,13 +78,13 @@ def delete(
 
     It fails if there is no such gallery, while an activation runs, or if calls use it for a minute.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         items = gateway.get_gallery(name).items
         if confirm:
             gateway.delete_gallery(name)
     result = {"gallery": name, "items": items, "deleted": confirm}
     done = "yes" if confirm else "no; repeat with --yes"
-    show(as_json, result, [["gallery", "items", "deleted"], [name, str(items), done]])
+    print_result(as_json, result, [["gallery", "items", "deleted"], [name, str(items), done]])
 
 
 def _show_galleries(
@@ -95,11 +95,11 @@ def _show_galleries(
         [one.name, str(one.items), str(one.release or ""), one.set_aside or one.note]
         for one in galleries
     ]
-    show(as_json, result, rows)
+    print_result(as_json, result, rows)
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "gateway search photos cat.jpg", 'gateway search notes --text "opening hours" -k 5'
     )
 )
@@ -137,7 +137,7 @@ def search(
     """
     if (image is None) == (text is None):
         raise typer.BadParameter("expected either an image file or --text WORDS, got both or none")
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = gateway.search(gallery, image=image, text=text, k=k)
     hits = [
         {
@@ -159,12 +159,12 @@ def search(
         ]
         for hit in answer.hits
     ]  # fmt: skip
-    show(False, result, rows)
+    print_result(False, result, rows)
 
 
 @app.command(
     "update-gallery",
-    epilog=examples(
+    epilog=format_examples(
         "gateway update-gallery photos",
         "gateway update-gallery photos --source folder:/srv/photos",
         "gateway update-gallery photos --source none",
@@ -207,13 +207,13 @@ def update_gallery(
         raise typer.BadParameter(
             "--settings needs --source: it bounds what re-embedding from the source may cost"
         )
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_on_error(), Gateway(server, retries=False) as gateway:
         if source is None and both is None:
             answer = gateway.get_gallery(gallery)
         elif source is None:
             answer = gateway.update_gallery(gallery, both_models=both)
         else:
-            numbers = tuning(settings, HEALING)
+            numbers = read_tuning_file(settings, HEALING)
             patience = Duration()
             patience.FromNanoseconds(int(1e9 * numbers["seconds"]))
             message = gallery_pb2.ItemSource(
@@ -237,14 +237,14 @@ def update_gallery(
         ])  # fmt: skip
     else:
         rows.append([answer.name, both_cell, "none", "", "", "", "", ""])
-    show(as_json, plain(answer), rows)
+    print_result(as_json, message_to_json(answer), rows)
 
 
 _SECONDS = 120.0
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "gateway put photos ~/Pictures",
         "gateway put photos s3://bucket/pictures",
         "gateway put notes notes.jsonl",
@@ -288,7 +288,7 @@ def put(
     and `text`; its other keys are metadata. Running the command again is safe: it replaces items
     with the same id. The exit code is 65 if items were refused; each is printed with its reason.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.errors import InvalidInputError
         from nobackfill.server.bulk import fill, fill_by_ray
 
@@ -302,7 +302,9 @@ def put(
                 else fill_by_ray(gateway, gallery, place, model_repo, ray, on_stored)
             )
         rows = [["stored", "refused"], [str(summary.stored_count), str(len(summary.refusals))]]
-        show(as_json, {"stored": summary.stored_count, "refused": dict(summary.refusals)}, rows)
+        print_result(
+            as_json, {"stored": summary.stored_count, "refused": dict(summary.refusals)}, rows
+        )
         for name, why in summary.refusals.items():
             typer.echo(escape_control(f"{name}: {why}"), err=True)
         if summary.refusals:

@@ -19,10 +19,10 @@ from nobackfill.server.cli.app import (
     Rollout,
     Server,
     app,
-    examples,
-    exit_codes,
-    show,
-    tuning,
+    exit_on_error,
+    format_examples,
+    print_result,
+    read_tuning_file,
 )
 from nobackfill.terminal import escape_control
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
@@ -31,7 +31,7 @@ from nobackfill.wire.connection import call_until_success, open_channel
 from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
 
-def healing_line(healing: upgrade_pb2.Healing) -> str:
+def format_healing(healing: upgrade_pb2.Healing) -> str:
     """Describe in one line how many items of a gallery are re-embedded, and what that has cost.
 
     It says `counting items` while the share is not known. The last failure is at the end, if there
@@ -77,13 +77,15 @@ def connect(server: str) -> Iterator[Gateway]:
         yield gateway
 
 
-@app.command(epilog=examples("gateway releases", "gateway releases --server gateway.example:50051"))
+@app.command(
+    epilog=format_examples("gateway releases", "gateway releases --server gateway.example:50051")
+)
 def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List the published releases and their states at this gateway.
 
     Withdrawn releases are listed with their reason. Before the first publication the list is empty.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
     rows = [["release", "state", "dim", "metric", "upgrades from"]]
     rows += [
@@ -101,13 +103,13 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
         if any(cells):
             for row, cell in zip(rows, [head, *cells], strict=True):
                 row.append(cell)
-    result = plain(answer)
+    result = message_to_json(answer)
     for entry in result.get("releases", []):
         entry["manifest"] = json.loads(entry["manifest"])
-    show(as_json, result, rows)
+    print_result(as_json, result, rows)
 
 
-@app.command(epilog=examples("gateway status", "gateway status --json"))
+@app.command(epilog=format_examples("gateway status", "gateway status --json"))
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Show the galleries, and what keeps the gateway from answering.
 
@@ -117,7 +119,7 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
     Galleries are sorted by name.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
         listed = gateway.list_releases()
         is_up = _can_embed(server)
@@ -163,7 +165,7 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
             "the log of the gateway"
         )
     result = {"failed_releases": failed, "active_release": active, "model_server_up": is_up}
-    show(as_json, plain(answer) | result, rows)
+    print_result(as_json, message_to_json(answer) | result, rows)
     for note in () if as_json else notes:
         typer.echo(escape_control(note))
 
@@ -184,7 +186,7 @@ def _can_embed(server: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-@app.command(epilog=examples("gateway activate 2", "gateway activate 2 --rollout dual"))
+@app.command(epilog=format_examples("gateway activate 2", "gateway activate 2 --rollout dual"))
 def activate(
     number: Number,
     rollout: Rollout = None,
@@ -203,18 +205,18 @@ def activate(
         raise typer.BadParameter(
             f"--rollout: expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}"
         )
-    with exit_codes(), connect(server) as gateway:
-        numbers = tuning(settings, ACTIVATION)
+    with exit_on_error(), connect(server) as gateway:
+        numbers = read_tuning_file(settings, ACTIVATION)
         events = gateway.activate(
             number,
             rollout=rollout or "unspecified",
             spare_cores=numbers["spare_cores"],
             old_space_seconds=int(numbers["old_space_seconds"]),
         )
-        report(number, events, as_json)
+        print_activation_progress(number, events, as_json)
 
 
-def report(
+def print_activation_progress(
     number: int,
     events: Iterable[pb.ActivateReleaseResponse],
     as_json: bool,
@@ -240,10 +242,14 @@ def report(
         if canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
-    show(as_json, plain(event), [["release", outcome], [str(number), event.message or "none"]])
+    print_result(
+        as_json,
+        message_to_json(event),
+        [["release", outcome], [str(number), event.message or "none"]],
+    )
 
 
-@app.command(epilog=examples("gateway rollback", "gateway rollback --yes"))
+@app.command(epilog=format_examples("gateway rollback", "gateway rollback --yes"))
 def rollback(
     confirm: Annotated[
         bool,
@@ -263,7 +269,7 @@ def rollback(
 
     It fails if there is no release to return to. A running activation is cancelled.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = gateway.rollback()
         if confirm:
             # The explicit target makes a repeated call safe: it cannot go back two releases.
@@ -281,12 +287,12 @@ def show_rollback(answer: pb.RollbackReleaseResponse, as_json: bool) -> None:
     rows = [["release", "done", "items not found there"]]
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
-    show(as_json, plain(answer), rows)
+    print_result(as_json, message_to_json(answer), rows)
     if not (answer.done or as_json):
         typer.echo("nothing was changed; `gateway rollback --yes` rolls back", err=True)
 
 
-@app.command(epilog=examples("gateway retire"))
+@app.command(epilog=format_examples("gateway retire"))
 def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Delete the vectors and models of every older release.
 
@@ -295,12 +301,14 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     It fails while an activation runs. Galleries that stayed with an older release keep their
     vectors.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         answer = release_pb2.RetireReleaseResponse(retired=gateway.retire())
-    show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
+    print_result(
+        as_json, message_to_json(answer), [["retired"], [_numbers(answer.retired) or "none"]]
+    )
 
 
-@app.command(epilog=examples("gateway estimate photos 2"))
+@app.command(epilog=format_examples("gateway estimate photos 2"))
 def estimate(
     gallery: Annotated[
         str, typer.Argument(help="Name of the gallery whose upgrade is estimated; not changed.")
@@ -320,8 +328,8 @@ def estimate(
 
     It fails if the gallery or the release does not exist, or if no upgrade leads there.
     """
-    with exit_codes(), connect(server) as gateway:
-        share = tuning(settings, ACTIVATION)["spare_cores"]
+    with exit_on_error(), connect(server) as gateway:
+        share = read_tuning_file(settings, ACTIVATION)["spare_cores"]
         answer = gateway.estimate_upgrade(gallery, number, spare_cores=share)
     rows = [
         ["items", "seconds", "index seconds", "kB on disk", "kB of memory", "route", "quality",
@@ -333,11 +341,13 @@ def estimate(
             f"{answer.expected_kept:.1%}", str(answer.left_behind),
         ],
     ]  # fmt: skip
-    show(as_json, plain(answer), rows)
+    print_result(as_json, message_to_json(answer), rows)
 
 
 @app.command(
-    epilog=examples("gateway watch", "gateway watch photos", "gateway watch photos --by camera")
+    epilog=format_examples(
+        "gateway watch", "gateway watch photos", "gateway watch photos --by camera"
+    )
 )
 def watch(
     gallery: Annotated[
@@ -365,7 +375,7 @@ def watch(
     It fails if there is no such gallery, or no item has the key of --by. An upgrade that is over
     prints one line.
     """
-    with exit_codes(), connect(server) as gateway:
+    with exit_on_error(), connect(server) as gateway:
         if gallery is None:
             for snapshot in gateway.watch_releases():
                 states = [
@@ -379,17 +389,17 @@ def watch(
         quality = None
         for job in gateway.watch_upgrade(gallery, by=by):
             if as_json:
-                typer.echo(json.dumps(plain(job)))
+                typer.echo(json.dumps(message_to_json(job)))
                 continue
-            typer.echo(escape_control(progress(job)))
+            typer.echo(escape_control(format_upgrade_progress(job)))
             if job.HasField("healing"):
-                typer.echo(escape_control(healing_line(job.healing)))
+                typer.echo(escape_control(format_healing(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
                 typer.echo(escape_control(_subgroup(group)))
             quality = job.quality
 
 
-def progress(job: upgrade_pb2.UpgradeProgress) -> str:
+def format_upgrade_progress(job: upgrade_pb2.UpgradeProgress) -> str:
     """Describe an upgrade in one line: state, items done, and the rate and time left if known.
 
     The gateway's message is at the end, and not escaped.
@@ -410,7 +420,7 @@ def _subgroup(group: upgrade_pb2.Subgroup) -> str:
     return f"  {value}: right first {group.cmc1:.1%}{before}, {re_embedded}"
 
 
-def plain(message: Message) -> dict[str, Any]:
+def message_to_json(message: Message) -> dict[str, Any]:
     """Convert a message to JSON types, with the protocol's field names and with zero values
     present.
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
+from nobackfill.server.cli.app import Json, app, exit_on_error, format_examples, print_result
 from nobackfill.terminal import escape_control
 
 # Longest time (seconds) that a thread keeps the interpreter while another waits for it. A call
@@ -71,7 +71,7 @@ _Hosts = Annotated[
 ]
 
 
-@app.command(epilog=examples("gateway sample", "gateway sample --release 2"))
+@app.command(epilog=format_examples("gateway sample", "gateway sample --release 2"))
 def sample(
     folder: Annotated[
         Path,
@@ -100,7 +100,7 @@ def sample(
     It fails if the release is there already. Release 1 also fails if model_repo or photos exists,
     and release 2 if release 1 is missing.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.sample import write_sample
 
         made = write_sample(folder, release)
@@ -131,7 +131,7 @@ def sample(
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "gateway serve --model-repo model_repo --data gateway-data",
         "gateway serve --store postgresql://gateway@db/vectors --workers 4",
         "gateway serve --triton in-process --console",
@@ -272,7 +272,7 @@ def serve(
     docs/operations/settings.md lists them. An option wins over both.
     """
     flags = {name: value for name, value in locals().items() if name not in ("settings", "force")}
-    with exit_codes():
+    with exit_on_error():
         # These imports load numpy and Triton's client, which no other command needs.
         from nobackfill.server.process_limits import limit_malloc_arenas
 
@@ -325,7 +325,9 @@ def _stop_pipe() -> int:
     return reader
 
 
-@app.command(epilog=examples("gateway install-triton", "gateway install-triton /opt/triton-venv"))
+@app.command(
+    epilog=format_examples("gateway install-triton", "gateway install-triton /opt/triton-venv")
+)
 def install_triton(
     folder: Annotated[
         Path | None,
@@ -344,14 +346,14 @@ def install_triton(
     A folder that exists is completed. It fails without a package index or for Python 3.13 and
     newer.
     """
-    with exit_codes():
+    with exit_on_error():
         from nobackfill.server.triton.process import default_folder, install
 
         default = default_folder()
         target = default if folder is None else folder
         install(target)
         command = "gateway serve" + ("" if target == default else f" --triton-venv {target}")
-        show(
+        print_result(
             as_json,
             {"triton_venv": str(target), "used_by": command},
             [["Triton", "used by"], [str(target), command]],

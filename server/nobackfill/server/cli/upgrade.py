@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from nobackfill.server.cli.app import Json, Number, Rollout, app, examples, exit_codes, show
+from nobackfill.server.cli.app import (
+    Json,
+    Number,
+    Rollout,
+    app,
+    exit_on_error,
+    format_examples,
+    print_result,
+)
 from nobackfill.server.cli.serve import ModelRepo, Ray, Workers
 from nobackfill.terminal import escape_control
 
@@ -21,7 +29,7 @@ _ROLLOUTS = ("direct", "dual", "cutover")
 
 
 @app.command(
-    epilog=examples("gateway upgrade 2 --store postgresql://gateway@db/vectors --workers 8")
+    epilog=format_examples("gateway upgrade 2 --store postgresql://gateway@db/vectors --workers 8")
 )
 def upgrade(
     number: Number,
@@ -54,7 +62,7 @@ def upgrade(
             f"--rollout: expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}"
         )
     flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}
-    with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
+    with exit_on_error(), TemporaryDirectory(prefix="nobackfill-") as scratch:
         from nobackfill.errors import ConfigurationError
         from nobackfill.server.gateway import GatewayServer
         from nobackfill.server.grpc.logs import configure_logging
@@ -82,7 +90,7 @@ def upgrade(
         finally:
             gateway.stop()
         result = {"release": number, "left_behind": outcome}
-        show(as_json, result, [["release", "left behind"], [str(number), outcome]])
+        print_result(as_json, result, [["release", "left behind"], [str(number), outcome]])
 
 
 def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") -> str:

@@ -121,7 +121,7 @@ class ImageDecoder:
             TooLargeError: the images cost more than MAX_DECODE_COST.
             OverloadedError: too many expensive calls are being decoded.
         """
-        cost = sum(_costs(images))
+        cost = sum(_decoding_costs(images))
         if cost > MAX_DECODE_COST:
             raise decode_cost_error()
         if cost <= _EXPENSIVE:
@@ -157,7 +157,7 @@ def fit_decode_budget(images: Sequence[bytes]) -> list[bool]:
     """Tell for each image whether it and those before it cost at most MAX_DECODE_COST. An image
     that is not valid costs nothing.
     """
-    return [spent <= MAX_DECODE_COST for spent in itertools.accumulate(_costs(images))]
+    return [spent <= MAX_DECODE_COST for spent in itertools.accumulate(_decoding_costs(images))]
 
 
 def decode_cost_error() -> TooLargeError:
@@ -169,7 +169,7 @@ def decode_cost_error() -> TooLargeError:
     )
 
 
-def _costs(images: Sequence[bytes]) -> Iterator[int]:
+def _decoding_costs(images: Sequence[bytes]) -> Iterator[int]:
     for image in images:
         try:
             yield check_header(image).decoding_cost
@@ -443,7 +443,7 @@ class InProcessModels:
             VerificationError: the model cannot be run, or its output has another shape.
             UnusableOutputError: some outputs are no vectors of the space; it has their rows.
         """
-        model = self._models(manifest).images
+        model = self._loaded_models(manifest).images
         if model is None:
             raise manifest.no_images_error()
         return model.run(images)
@@ -467,7 +467,7 @@ class InProcessModels:
             VerificationError: the model cannot be run, or its output has another shape.
             UnusableOutputError: some outputs are no vectors of the space; it has their rows.
         """
-        model = self._models(manifest).texts
+        model = self._loaded_models(manifest).texts
         if model is None:
             raise manifest.no_texts_error()
         return model.run(texts, role)
@@ -488,7 +488,7 @@ class InProcessModels:
             VerificationError: the model cannot be run, or its output has another shape.
             UnusableOutputError: some outputs are not finite; it has their rows.
         """
-        encoder = self._models(manifest).side
+        encoder = self._loaded_models(manifest).side
         return encoder.run(images) if encoder is not None else None
 
     def is_ready(self) -> bool:
@@ -499,7 +499,7 @@ class InProcessModels:
         """Free all models; a later embedding raises UnavailableError."""
         self._loaded.clear()
 
-    def _models(self, manifest: Manifest) -> _LoadedModels:
+    def _loaded_models(self, manifest: Manifest) -> _LoadedModels:
         try:
             return self._loaded[manifest.release]
         except KeyError:
@@ -519,7 +519,7 @@ class QueryAdapters:
     def __init__(self, files: Path) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._models: dict[tuple[int, int], AdapterModel] = {}
+        self._loaded_models: dict[tuple[int, int], AdapterModel] = {}
 
     def map_queries(self, manifest: Manifest, adapter: QueryAdapter, queries: Vectors) -> Vectors:
         """Map queries of a release to the space of its adapter.
@@ -538,12 +538,12 @@ class QueryAdapters:
             VerificationError: the file is missing, is not as signed, or cannot be run.
         """
         key = manifest.release, adapter.to_release
-        model = self._models.get(key)
+        model = self._loaded_models.get(key)
         if model is None:
             with self._lock:
-                model = self._models.get(key)
+                model = self._loaded_models.get(key)
                 if model is None:
-                    model = self._models[key] = open_adapter(self._files, manifest, adapter)
+                    model = self._loaded_models[key] = open_adapter(self._files, manifest, adapter)
         try:
             return model.run(queries)
         except UnusableOutputError as error:
@@ -738,14 +738,14 @@ class EmbeddingService:
         """
         with context.trace_part("embed"):
             if isinstance(item, str):
-                row = self._text(manifest, item)
+                row = self._embed_text(manifest, item)
             else:
-                row = self._image(manifest, item)
+                row = self._embed_image(manifest, item)
         if isinstance(row, InvalidInputError):
             raise row
         return row
 
-    def _text(self, manifest: Manifest, text: str) -> VectorsOrError:
+    def _embed_text(self, manifest: Manifest, text: str) -> VectorsOrError:
         if manifest.text_encoder is None:
             raise manifest.no_texts_error()
         batcher = self._text_batchers.get(manifest.release)
@@ -758,7 +758,7 @@ class EmbeddingService:
             batcher = self._text_batchers.setdefault(manifest.release, new_batcher)
         return batcher(check_text(text))
 
-    def _image(self, manifest: Manifest, image: bytes) -> VectorsOrError:
+    def _embed_image(self, manifest: Manifest, image: bytes) -> VectorsOrError:
         if self._remembered:
             row = self._remembered.pop((manifest.release, image), None)
             if row is not None:
@@ -816,12 +816,12 @@ class EmbeddingService:
         images = [item for item in items if isinstance(item, bytes)]
         texts = [item for item in items if isinstance(item, str)]
         with context.trace_part("embed"):
-            image_rows = iter(self._images(manifests, images) if images else ())
+            image_rows = iter(self._embed_encoded_images(manifests, images) if images else ())
             columns = [self.embed_each_text(m, texts, "query") for m in manifests] if texts else []
-        text_rows = iter(_together(rows) for rows in zip(*columns, strict=True))
+        text_rows = iter(_row_of_vectors(rows) for rows in zip(*columns, strict=True))
         return [next(text_rows) if isinstance(item, str) else next(image_rows) for item in items]
 
-    def _images(
+    def _embed_encoded_images(
         self, manifests: Sequence[Manifest], images: Sequence[bytes]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         with self.decoder.admit_batch(images):
@@ -830,7 +830,8 @@ class EmbeddingService:
         columns = [self.embed_each(m, [one[m.frame] for one in valid]) for m in manifests]
         rows = iter(zip(*columns, strict=True))
         return [
-            one if isinstance(one, InvalidInputError) else _together(next(rows)) for one in decoded
+            one if isinstance(one, InvalidInputError) else _row_of_vectors(next(rows))
+            for one in decoded
         ]
 
     def embed_each(self, manifest: Manifest, images: Sequence[Pixels]) -> list[VectorsOrError]:
@@ -883,7 +884,7 @@ class EmbeddingService:
             CancelledError: the caller has cancelled the call, between batches.
             UnusableOutputError: some images have no vector; it has their numbers, of all batches.
         """
-        return _in_chunks(lambda chunk: self.models.embed_images(manifest, chunk), images)
+        return _run_in_batches(lambda chunk: self.models.embed_images(manifest, chunk), images)
 
     def compute_side(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors | None:
         """Compute the side-information of decoded images, in batches of 64.
@@ -911,7 +912,7 @@ class EmbeddingService:
             assert vectors is not None, "the release has an encoder"
             return vectors
 
-        return _in_chunks(side, images)
+        return _run_in_batches(side, images)
 
     def embed_each_text(
         self, manifest: Manifest, texts: Sequence[str], role: TextRole
@@ -981,14 +982,14 @@ class EmbeddingService:
                 return
 
 
-def _together(rows: Sequence[VectorsOrError]) -> tuple[Vectors, ...] | InvalidInputError:
+def _row_of_vectors(rows: Sequence[VectorsOrError]) -> tuple[Vectors, ...] | InvalidInputError:
     vectors = [row for row in rows if not isinstance(row, InvalidInputError)]
     if len(vectors) == len(rows):
         return tuple(vectors)
     return next(row for row in rows if isinstance(row, InvalidInputError))
 
 
-def _in_chunks(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Vectors:
+def _run_in_batches(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Vectors:
     """Run a model on images in batches; images without an output refuse only their own batch."""
     parts, unusable, reason = [], list[int](), ""
     for start in range(0, len(images), LARGEST_BATCH):
@@ -1118,7 +1119,7 @@ class ImageQueue(Generic[Owner]):
         """Wait for the next task; None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
-                turn = self._turn()
+                turn = self._next_task()
                 if turn is not None:
                     if self._encoded or self._decoded:
                         self._changed.notify()
@@ -1126,12 +1127,12 @@ class ImageQueue(Generic[Owner]):
                 self._changed.wait()
         return None
 
-    def _turn(self) -> Callable[[], None] | None:
+    def _next_task(self) -> Callable[[], None] | None:
         """Return the next task, if there is one; the caller holds the lock."""
         release = self._ready_release()
         if release is not None:
             self._embeds.append(release)
-            return partial(self._embed, self._batch(release))
+            return partial(self._embed, self._take_batch(release))
         if self._encoded and self._decoding < self._cores:
             self._decoding += 1
             count = min(_MAX_DECODE, len(self._encoded))
@@ -1152,7 +1153,7 @@ class ImageQueue(Generic[Owner]):
                 return release
         return None
 
-    def _batch(self, release: int) -> list[QueuedImage[Owner]]:
+    def _take_batch(self, release: int) -> list[QueuedImage[Owner]]:
         batch: list[QueuedImage[Owner]] = []
         others: deque[QueuedImage[Owner]] = deque()
         for image in self._decoded:
@@ -1166,7 +1167,7 @@ class ImageQueue(Generic[Owner]):
         try:
             for image in images:
                 decoded.append(image)
-                image.pixels = self._pixels(image)
+                image.pixels = self._decode_image(image)
                 image.decoded_at = time.monotonic()
                 if image.decoded_at - began > _DECODE_SECONDS:
                     break
@@ -1177,7 +1178,7 @@ class ImageQueue(Generic[Owner]):
                 self._decoded += [image for image in decoded if image.pixels is not None]
             self._answer([(image, None) for image in decoded if image.pixels is None])
 
-    def _pixels(self, image: QueuedImage[Owner]) -> Pixels | None:
+    def _decode_image(self, image: QueuedImage[Owner]) -> Pixels | None:
         try:
             return decode_if_cheap(image.image, image.manifest.frame) if image.is_wanted() else None
         except NobackfillError:

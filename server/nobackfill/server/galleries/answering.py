@@ -81,7 +81,7 @@ from nobackfill.vectors import Vectors
 from nobackfill.wire.values import ORIGINS, origin_name
 
 # Reads items by label and space, in the order of the labels; None for deleted ones.
-ItemsOf = Callable[[list[int], str], list[StoredItem | None]]
+ReadItems = Callable[[list[int], str], list[StoredItem | None]]
 
 
 def rank_hits(
@@ -89,9 +89,9 @@ def rank_hits(
     neighbours: Sequence[Neighbours],
     query_row: int,
     k: int,
-    items: ItemsOf,
+    read_items: ReadItems,
     *,
-    exact_distances: bool,
+    returns_exact_distances: bool,
     by_score: bool = False,
 ) -> list[RankedHit]:
     """Rank the hits of one query.
@@ -99,18 +99,18 @@ def rank_hits(
     Hits of one part are ranked by distance. Hits of several parts are ranked by score, because
     distances of different spaces do not compare. If a score is missing (a direct search without a
     calibration), they are ranked by distance, which the release then declares comparable. Ranking
-    uses exact distances; the hits have rounded ones, unless `exact_distances` is set.
+    uses exact distances; the hits have rounded ones, unless `returns_exact_distances` is set.
 
     Ties go by distance, then by label. A part that has an `origin` gives it to all its hits. An
-    error of `items` passes through. No further neighbour takes the place of a deleted item.
+    error of `read_items` passes through. No further neighbour takes the place of a deleted item.
 
     Args:
         parts: the searched parts.
         neighbours: neighbours of each part.
         query_row: row of the query in the neighbours.
         k: most hits to return.
-        items: reads items by label.
-        exact_distances: return exact distances, and scores of them.
+        read_items: reads items by label.
+        returns_exact_distances: return exact distances, and scores of them.
         by_score: rank one part by score, too, along its scale if it has one.
 
     Returns:
@@ -123,13 +123,13 @@ def rank_hits(
     # Pairs: the hit with exact distances, for ranking, and the hit to return.
     hits: list[tuple[RankedHit, RankedHit]] = []
     for part, nearest in zip(parts, neighbours, strict=True):
-        hits += _hits(part, nearest, query_row, k, items, exact=exact_distances)
+        hits += _part_hits(part, nearest, query_row, k, read_items, exact=returns_exact_distances)
     scale = parts[0].distance_scale
     if by_score and scale is not None:
-        hits.sort(key=lambda pair: _by_scale(scale, pair[0]))
+        hits.sort(key=lambda pair: _scale_sort_key(scale, pair[0]))
     elif len(parts) > 1 or by_score:
         scored = all(hit.score is not None for hit, _ in hits)
-        order = _by_score if scored else _by_distance
+        order = _score_sort_key if scored else _distance_sort_key
         hits.sort(key=lambda pair: order(pair[0]))
     return [shown for _, shown in hits[:k]]
 
@@ -151,20 +151,20 @@ def round_distances(distances: Vectors) -> Vectors:
     return np.array([float(f"{distance:.3g}") for distance in distances.tolist()], np.float32)
 
 
-def _hits(
-    part: PlanPart, neighbours: Neighbours, row: int, k: int, items: ItemsOf, *, exact: bool
+def _part_hits(
+    part: PlanPart, neighbours: Neighbours, row: int, k: int, read_items: ReadItems, *, exact: bool
 ) -> list[tuple[RankedHit, RankedHit]]:
     labels = neighbours.labels[row, :k].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
     distances = neighbours.distances[row, : len(labels)]
-    stored_items = items(labels, part.space)
+    stored_items = read_items(labels, part.space)
     origins = [part.fixed_origin or (item.origin if item else None) for item in stored_items]
 
     def hits(distances: Vectors) -> list[RankedHit]:
-        scores = scores_of(part, origins, distances)
+        scores = calibrated_scores(part, origins, distances)
         return [
-            _hit(item, distance, score, part.release, origin)
+            _make_hit(item, distance, score, part.release, origin)
             for item, origin, distance, score in zip(
                 stored_items, origins, distances.tolist(), scores, strict=True
             )
@@ -177,7 +177,7 @@ def _hits(
     )
 
 
-def _hit(
+def _make_hit(
     item: StoredItem, distance: float, score: Score | None, release: int, origin: Origin
 ) -> RankedHit:
     if score is None:
@@ -185,7 +185,7 @@ def _hit(
     return RankedHit(item, distance, score.value, release, origin, score.beyond_calibration)
 
 
-def scores_of(
+def calibrated_scores(
     part: PlanPart, origins: Sequence[Origin | None], distances: Vectors
 ) -> list[Score | None]:
     """Return the calibrated score of each hit, in the order of the hits.
@@ -201,34 +201,34 @@ def scores_of(
     kinds = set(origins)
     if len(kinds) == 1:
         curve = part.score_curves.get(origins[0]) if origins[0] else None
-        return [None] * len(origins) if curve is None else _scores(curve, distances)
+        return [None] * len(origins) if curve is None else _curve_scores(curve, distances)
     result: list[Score | None] = [None] * len(origins)
     for origin in kinds:
         curve = part.score_curves.get(origin) if origin else None
         if curve is not None:
-            for i, score in enumerate(_scores(curve, distances)):
+            for i, score in enumerate(_curve_scores(curve, distances)):
                 if origins[i] == origin:
                     result[i] = score
     return result
 
 
-def _scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
+def _curve_scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
     values, beyond = curve.scores(distances).tolist(), curve.is_beyond(distances).tolist()
     return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
-def _by_score(hit: RankedHit) -> tuple[float, float, int]:
+def _score_sort_key(hit: RankedHit) -> tuple[float, float, int]:
     assert hit.score is not None
     return -hit.score, hit.distance, hit.item.label
 
 
-def _by_scale(scale: DistanceScale, hit: RankedHit) -> tuple[float, float, int]:
+def _scale_sort_key(scale: DistanceScale, hit: RankedHit) -> tuple[float, float, int]:
     """Return the sort key along a scale; nobackfill.gallery.search.index ranks in the same way."""
     scaled_distance = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
     return scaled_distance, hit.distance, hit.item.label
 
 
-def _by_distance(hit: RankedHit) -> tuple[float, int]:
+def _distance_sort_key(hit: RankedHit) -> tuple[float, int]:
     return hit.distance, hit.item.label
 
 
@@ -251,7 +251,7 @@ class GallerySearcher:
         hosted: HostedGallery,
         query: Query,
         k: int,
-        filtered: Filter | None = None,
+        condition: Filter | None = None,
         ef: int = 0,
     ) -> SearchResult:
         """Find the items nearest to one query.
@@ -263,7 +263,7 @@ class GallerySearcher:
             hosted: the gallery.
             query: an encoded image, a text, or embeddings by space.
             k: most hits.
-            filtered: only items that pass this filter; None means all.
+            condition: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
 
         Returns:
@@ -288,12 +288,12 @@ class GallerySearcher:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         return single_answer(
-            self._answer(hosted, SearchRequest((query,), k, filtered, ef, is_single=True))
+            self._answer(hosted, SearchRequest((query,), k, condition, ef, is_single=True))
         )
 
     def search_batch(
         self, hosted: HostedGallery, queries: Sequence[Query], k: int,
-        filtered: Filter | None = None, ef: int = 0, *, reembed: bool = True,
+        condition: Filter | None = None, ef: int = 0, *, may_reembed: bool = True,
     ) -> list[QueryAnswer]:  # fmt: skip
         """Answer several queries by one plan.
 
@@ -304,9 +304,9 @@ class GallerySearcher:
             hosted: the gallery.
             queries: the queries, each as in `search`; empty gives no answers.
             k: most hits for each, at least 1.
-            filtered: only items that pass this filter; None means all.
+            condition: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
-            reembed: re-embed first hits if the gallery does so.
+            may_reembed: re-embed first hits if the gallery does so.
 
         Returns:
             For each query, in order, the result, or the InvalidInputError that refused it alone.
@@ -318,7 +318,7 @@ class GallerySearcher:
             OverloadedError: too many images are being decoded.
         """
         return self._answer(
-            hosted, SearchRequest(tuple(queries), k, filtered, ef, may_reembed=reembed)
+            hosted, SearchRequest(tuple(queries), k, condition, ef, may_reembed=may_reembed)
         )
 
     def _answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
@@ -463,7 +463,7 @@ class AnswererFactory:
             for part, vector in zip(parts, vectors, strict=True)
         )
 
-    def count_searches(self, questions: "Iterable[EmbeddedQuery]") -> None:
+    def count_searches(self, embedded_queries: "Iterable[EmbeddedQuery]") -> None:
         """Count searches in the metrics, once for each part of a question, by whether they compare
         every vector or use a graph.
 
@@ -477,7 +477,7 @@ class AnswererFactory:
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        for question in questions:
+        for question in embedded_queries:
             for part in question.parts:
                 is_exact = question.hosted.scans_all_vectors(part, question.ef)
                 self._searches["exact" if is_exact else "graph"].inc()
@@ -517,7 +517,7 @@ class PlainAnswerer:
         """
         self.parts = parts
         self._shared = shared
-        self._choosing = space_choice
+        self._space_choice = space_choice
         # One batcher for each plan: a search of a small gallery does not wait for a batch of a
         # large one.
         self._batcher = Batcher(
@@ -562,7 +562,7 @@ class PlainAnswerer:
         """
         if len(self.parts) == 1 and self.parts[0].query_manifest.space == space:
             return self.parts[0]
-        return self._choosing.single_parts.get(space)
+        return self._space_choice.single_parts.get(space)
 
     def embed_queries(
         self, hosted: HostedGallery, request: SearchRequest
@@ -606,7 +606,7 @@ class PlainAnswerer:
                     if isinstance(vectors, InvalidInputError):
                         raise vectors
                 else:
-                    parts = self._choosing.choose_parts(query, self.parts)
+                    parts = self._space_choice.choose_parts(query, self.parts)
                     vectors = tuple(query_vector(part.query_manifest, query) for part in parts)
                 adapted = self._shared.adapt_vectors(parts, vectors)
                 questions.append(EmbeddedQuery(hosted, parts, adapted, request.k, request.ef))
@@ -670,15 +670,17 @@ class PlainAnswerer:
         is_batched = request.is_single and not request.is_background and matches is None
         if is_batched and request.k <= _MAX_BATCHED_K and not request.ef:
             return [self._batcher(question) for question in questions]
-        return find_nearest(questions, matches, timed=not request.is_background)
+        return find_nearest(questions, matches, records_speed=not request.is_background)
 
 
-def valid_queries(questions: Sequence[EmbeddedQuery | InvalidInputError]) -> list[EmbeddedQuery]:
+def valid_queries(
+    embedded_queries: Sequence[EmbeddedQuery | InvalidInputError],
+) -> list[EmbeddedQuery]:
     """Return the questions that were not refused, in their order."""
-    return [one for one in questions if isinstance(one, EmbeddedQuery)]
+    return [one for one in embedded_queries if isinstance(one, EmbeddedQuery)]
 
 
-def matching_items(hosted: HostedGallery, filtered: Filter | None) -> Matches | None:
+def matching_items(hosted: HostedGallery, condition: Filter | None) -> Matches | None:
     """Return the items that pass a filter; None for all.
 
     Raises:
@@ -686,7 +688,7 @@ def matching_items(hosted: HostedGallery, filtered: Filter | None) -> Matches | 
         NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
     """
-    return None if filtered is None else hosted.filtering.find_matches(filtered)
+    return None if condition is None else hosted.filtering.find_matches(condition)
 
 
 def can_read(manifest: Manifest, query: Query) -> bool:
@@ -794,18 +796,18 @@ class SpaceChoice:
             # An activation tries an adapter in a child process before it runs here.
             if part.adapter is None or manifest.release == self._state.current.active:
                 return (part,)
-        raise self._incompatible(answering.release, query)
+        raise self._incompatible_error(answering.release, query)
 
     def _refuse_ended(self, space: str, manifest: Manifest) -> None:
         end = self._state.current.ends.get(space)
         if end is not None and time.time() >= end:
-            raise _retired(manifest.release)
+            raise _retired_error(manifest.release)
 
-    def _incompatible(self, answering: int, query: EmbeddingQuery) -> Exception:
+    def _incompatible_error(self, answering: int, query: EmbeddingQuery) -> Exception:
         spaces = self._catalog.manifest_by_space
         known = [spaces[space].release for space in query if space in spaces]
         if known and max(known) in self._state.current.retired:
-            return _retired(max(known))
+            return _retired_error(max(known))
         origin = f"release {max(known)}" if known else "a release that is unknown to this gateway"
         return IncompatibleSpaceError(
             f"query: expected an embedding of release {answering}, which answers in this gallery, "
@@ -813,7 +815,7 @@ class SpaceChoice:
         )
 
 
-def _retired(release: int) -> ReleaseRetiredError:
+def _retired_error(release: int) -> ReleaseRetiredError:
     return ReleaseRetiredError(
         f"query: embeddings of release {release} are no longer answered, because its announced end "
         "has passed; embed the query with the active release, which `gateway releases` shows"
@@ -825,7 +827,10 @@ Nearest = tuple[Sequence[Neighbours], int] | InvalidInputError
 
 
 def find_nearest(
-    questions: Sequence[EmbeddedQuery], matches: Matches | None = None, *, timed: bool = True
+    embedded_queries: Sequence[EmbeddedQuery],
+    matches: Matches | None = None,
+    *,
+    records_speed: bool = True,
 ) -> Sequence[Nearest]:
     """Search for several questions; those with the same parts share one search of each part.
 
@@ -834,10 +839,10 @@ def find_nearest(
     The neighbours have the largest `k` of the questions with the same parts.
 
     Args:
-        questions: at least one question, all of one gallery and with one `ef`, which is not
+        embedded_queries: at least one question, all of one gallery and with one `ef`, which is not
             checked.
         matches: items that may be hits; None means all.
-        timed: count the duration for the gallery's speed, unless the search has an `ef`.
+        records_speed: count the duration for the gallery's speed, unless the search has an `ef`.
 
     Returns:
         The neighbours of each question, in order, or the InvalidInputError that refused its vector.
@@ -850,46 +855,50 @@ def find_nearest(
             database.
         IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
     """
-    if len(questions) == 1:
-        return _group(questions, matches, timed)
+    if len(embedded_queries) == 1:
+        return _search_group(embedded_queries, matches, records_speed)
     groups: dict[tuple[PlanPart, ...], list[EmbeddedQuery]] = {}
-    for question in questions:
+    for question in embedded_queries:
         groups.setdefault(question.parts, []).append(question)
     results: dict[EmbeddedQuery, Nearest] = {}
     for group in groups.values():
-        results.update(zip(group, _group(group, matches, timed), strict=True))
-    return [results[question] for question in questions]
+        results.update(zip(group, _search_group(group, matches, records_speed), strict=True))
+    return [results[question] for question in embedded_queries]
 
 
-def _group(
-    questions: Sequence[EmbeddedQuery], matches: Matches | None, timed: bool
+def _search_group(
+    embedded_queries: Sequence[EmbeddedQuery], matches: Matches | None, timed: bool
 ) -> Sequence[Nearest]:
     """Search for questions with the same parts."""
-    hosted, parts = questions[0].hosted, questions[0].parts
-    k = max(question.k for question in questions)
+    hosted, parts = embedded_queries[0].hosted, embedded_queries[0].parts
+    k = max(question.k for question in embedded_queries)
     # All questions have the same ef: one with an ef of its own is searched on its own.
-    ef = questions[0].ef
-    columns = list(questions[0].vectors)
-    if len(questions) > 1:
+    ef = embedded_queries[0].ef
+    columns = list(embedded_queries[0].vectors)
+    if len(embedded_queries) > 1:
         columns = [
-            np.concatenate([question.vectors[i] for question in questions])
+            np.concatenate([question.vectors[i] for question in embedded_queries])
             for i in range(len(parts))
         ]
     began = time.monotonic()
     try:
         neighbours = hosted.search(parts, columns, k, matches, ef)
     except InvalidInputError as error:
-        if len(questions) == 1:
+        if len(embedded_queries) == 1:
             return [error]
         # One of them is not valid: search one by one to find out which.
-        return [one for question in questions for one in _group([question], matches, timed)]
+        return [
+            one
+            for question in embedded_queries
+            for one in _search_group([question], matches, timed)
+        ]
     if timed and not ef:
         # A wide search is slow because its caller asked for it, so it does not count.
-        hosted.search_speed.record(time.monotonic() - began, len(questions))
-    return [(neighbours, row) for row in range(len(questions))]
+        hosted.search_speed.record_search(time.monotonic() - began, len(embedded_queries))
+    return [(neighbours, row) for row in range(len(embedded_queries))]
 
 
-def rank_nearest(question: EmbeddedQuery, nearest: Nearest) -> QueryAnswer:
+def rank_nearest(embedded_query: EmbeddedQuery, nearest: Nearest) -> QueryAnswer:
     """Rank the hits of a question, best first; an error instead of neighbours is returned as it is.
 
     Reads the items: errors of the store pass through, such as BusyError, NotFoundError,
@@ -907,32 +916,32 @@ def rank_nearest(question: EmbeddedQuery, nearest: Nearest) -> QueryAnswer:
     if isinstance(nearest, InvalidInputError):
         return nearest
     neighbours, row = nearest
-    hosted, query = question.hosted, question.parts[0].query_manifest
+    hosted, query = embedded_query.hosted, embedded_query.parts[0].query_manifest
     hits = rank_hits(
-        question.parts,
+        embedded_query.parts,
         neighbours,
         row,
-        question.k,
+        embedded_query.k,
         hosted.items,
-        exact_distances=hosted.exact_distances,
+        returns_exact_distances=hosted.exact_distances,
     )
     return SearchResult(hits, query.release, query.space)
 
 
 def is_incomplete(
-    question: EmbeddedQuery, nearest: Nearest, answers: Mapping[EmbeddedQuery, QueryAnswer]
+    embedded_query: EmbeddedQuery, nearest: Nearest, answers: Mapping[EmbeddedQuery, QueryAnswer]
 ) -> bool:
     """Tell whether a question has fewer hits than neighbours were found, up to its `k`, because an
     item was deleted during the search. A question with an error is complete.
     """
-    answer = answers[question]
+    answer = answers[embedded_query]
     if isinstance(nearest, InvalidInputError) or isinstance(answer, InvalidInputError):
         return False
-    if len(answer.hits) == question.k:
+    if len(answer.hits) == embedded_query.k:
         return False
     neighbours, row = nearest
     available = sum(int(np.count_nonzero(part.labels[row] >= 0)) for part in neighbours)
-    return len(answer.hits) < min(question.k, available)
+    return len(answer.hits) < min(embedded_query.k, available)
 
 
 class FusionAnswerer:
@@ -948,7 +957,7 @@ class FusionAnswerer:
             plain: answers by the new model alone.
             fusion: the previous space and the weights.
         """
-        self._shared, self._plain, self._both = shared, plain, fusion
+        self._shared, self._plain, self._fusion = shared, plain, fusion
         self._part = plain.parts[0]
 
     def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
@@ -978,7 +987,7 @@ class FusionAnswerer:
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
-        pairs = self._pairs(hosted, request)
+        pairs = self._query_pairs(hosted, request)
         answers: dict[int, QueryAnswer] = {
             place: pair for place, pair in pairs.items() if isinstance(pair, InvalidInputError)
         }
@@ -994,7 +1003,7 @@ class FusionAnswerer:
                 matches = matching_items(hosted, request.condition)
                 for place, pair in pairs.items():
                     if not isinstance(pair, InvalidInputError):
-                        answers[place] = self._ranked(*pair, matches)
+                        answers[place] = self._rank_pair(*pair, matches)
         return [answers[place] for place in range(len(request.queries))]
 
     def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
@@ -1007,14 +1016,14 @@ class FusionAnswerer:
         """
         return self._plain.sole_space_part(hosted, space)
 
-    def _pairs(
+    def _query_pairs(
         self, hosted: HostedGallery, request: SearchRequest
     ) -> dict[int, tuple[EmbeddedQuery, Vectors] | InvalidInputError]:
         """Return, by place of the query, the new model's question and the previous model's vector.
 
         Queries that the previous model cannot read are left out.
         """
-        new, old = self._part.query_manifest, self._both.old_part.query_manifest
+        new, old = self._part.query_manifest, self._fusion.old_part.query_manifest
         vectors: dict[int, tuple[Vectors, ...] | InvalidInputError] = {}
         items: dict[int, bytes | str] = {}
         for place, query in enumerate(request.queries):
@@ -1040,19 +1049,19 @@ class FusionAnswerer:
                 pairs[place] = question, row[1]
         return pairs
 
-    def _ranked(
+    def _rank_pair(
         self, question: EmbeddedQuery, old: Vectors, matches: Matches | None
     ) -> QueryAnswer:
         context.current_call().check()
         self._shared.count_searches([question])
         try:
-            return rank_by_fusion(question, self._both, old, matches)
+            return rank_by_fusion(question, self._fusion, old, matches)
         except InvalidInputError as error:
             return error
 
 
 def rank_by_fusion(
-    question: EmbeddedQuery, fusion: RankFusion, old_vectors: Vectors, matches: Matches | None
+    embedded_query: EmbeddedQuery, fusion: RankFusion, old_vectors: Vectors, matches: Matches | None
 ) -> SearchResult:
     """Rank the nearest items of either model: migrated ones by both distances, native ones by the
     new.
@@ -1064,7 +1073,7 @@ def rank_by_fusion(
     CANDIDATES_PER_SEARCH.
 
     Args:
-        question: the query in the new space.
+        embedded_query: the query in the new space.
         fusion: the previous space and the weights.
         old_vectors: the query's vector in the previous space, float32 [1, dim].
         matches: items that may be hits; None means all.
@@ -1081,16 +1090,16 @@ def rank_by_fusion(
             database.
         IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
     """
-    hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
+    hosted, part, new = embedded_query.hosted, embedded_query.parts[0], embedded_query.vectors[0]
     labels = collect_candidates(
-        partial(_labels, question, part, new, matches),
-        partial(_labels, question, fusion.old_part, old_vectors, matches),
-        count=max(question.k, CANDIDATES_PER_SEARCH),
+        partial(_nearest_labels, embedded_query, part, new, matches),
+        partial(_nearest_labels, embedded_query, fusion.old_part, old_vectors, matches),
+        count=max(embedded_query.k, CANDIDATES_PER_SEARCH),
     )
-    stored_labels, distances, migrated = _distances(
+    stored_labels, distances, migrated = _distances_to_stored(
         hosted, part, new, np.array(sorted(labels), np.int64)
     )
-    old_labels, old_distances, _ = _distances(
+    old_labels, old_distances, _ = _distances_to_stored(
         hosted, fusion.old_part, old_vectors, stored_labels[migrated]
     )
     places = np.searchsorted(stored_labels, old_labels)
@@ -1099,20 +1108,31 @@ def rank_by_fusion(
     order = np.lexsort((stored_labels, distances, ranking_values))
     ranked = Neighbours(stored_labels[order][None], distances[order][None])
     hits = rank_hits(
-        [part], [ranked], 0, len(order), hosted.items, exact_distances=hosted.exact_distances
+        [part],
+        [ranked],
+        0,
+        len(order),
+        hosted.items,
+        returns_exact_distances=hosted.exact_distances,
     )
-    return SearchResult(hits[: question.k], part.query_manifest.release, part.query_manifest.space)
+    return SearchResult(
+        hits[: embedded_query.k], part.query_manifest.release, part.query_manifest.space
+    )
 
 
-def _labels(
-    question: EmbeddedQuery, part: PlanPart, query: Vectors, matches: Matches | None, count: int
+def _nearest_labels(
+    embedded_query: EmbeddedQuery,
+    part: PlanPart,
+    query: Vectors,
+    matches: Matches | None,
+    count: int,
 ) -> Labels:
-    (neighbours,) = question.hosted.search([part], [query], count, matches, question.ef)
+    (neighbours,) = embedded_query.hosted.search([part], [query], count, matches, embedded_query.ef)
     labels: Labels = neighbours.labels[0]
     return labels[labels >= 0]
 
 
-def _distances(
+def _distances_to_stored(
     hosted: HostedGallery, part: PlanPart, query: Vectors, labels: Labels
 ) -> tuple[Labels, Vectors, Mask]:
     """Return the distances of stored vectors to a query.
@@ -1154,18 +1174,18 @@ class _PreparedPart:
 
     Attributes:
         part: the part.
-        items: cached items.
-        make: encodes a hit.
-        ends: Unix time at which queries of the space end; None without an end.
-        end: encoded fields that follow the hits.
+        item_cache: cached items.
+        encode_item: encodes a hit.
+        ends_at: Unix time at which queries of the space end; None without an end.
+        encoded_tail: encoded fields that follow the hits.
         curves: calibration for compiled code; None without compiled code.
     """
 
     part: PlanPart
-    items: ItemCache
-    make: Callable[[StoredItem], EncodedHit | None]
-    ends: float | None
-    end: bytes
+    item_cache: ItemCache
+    encode_item: Callable[[StoredItem], EncodedHit | None]
+    ends_at: float | None
+    encoded_tail: bytes
     curves: "Curves | None"
 
 
@@ -1173,14 +1193,14 @@ class _PreparedPart:
 class _CompiledRoute:
     """Answer requests in one call of compiled code, while nothing that it depends on changes."""
 
-    answers: Callable[[list[bytes]], list[bytes | None]]
+    answer_messages: Callable[[list[bytes]], list[bytes | None]]
     hosted: HostedInFile
     plan: Plan
     part: PlanPart
     view: LiveView
     snapshot: Snapshot
     state: State
-    exact: bool
+    has_exact_distances: bool
 
     def is_valid(self) -> bool:
         """Tell whether everything that the route depends on is unchanged."""
@@ -1190,7 +1210,7 @@ class _CompiledRoute:
             and hosted.origin_cache.migrated_labels(self.part, self.snapshot) is None
             and self.view.snapshot() is self.snapshot
             and hosted.views().get(self.snapshot.spec.space) is self.view
-            and hosted.exact_distances is self.exact
+            and hosted.exact_distances is self.has_exact_distances
         )
 
 
@@ -1230,7 +1250,7 @@ class ReceiverSearch:
             self._route = None
             return None
         began = time.monotonic()
-        answers = route.answers(messages)
+        answers = route.answer_messages(messages)
         count = len(answers) - answers.count(None)
         if count:
             route.hosted.search_speed.record_on_receiver(time.monotonic() - began, count)
@@ -1240,7 +1260,7 @@ class ReceiverSearch:
                     m for m, answer in zip(messages, answers, strict=True) if answer is not None
                 ]
                 route.view.query_sample.store_queries(
-                    _values(answered[number] for number in sample)
+                    _query_vectors(answered[number] for number in sample)
                 )
         return answers
 
@@ -1314,7 +1334,7 @@ class ReceiverSearch:
             return no_answers
         ends = self._state.current.ends.get(part.query_manifest.space)
         ready = prepared_parts.get(part.space)
-        if ready is None or ready.part is not part or ready.ends != ends:
+        if ready is None or ready.part is not part or ready.ends_at != ends:
             ready = prepared_parts[part.space] = _prepare(hosted, part, ends)
         snapshot = view.snapshot()
         if (
@@ -1328,9 +1348,9 @@ class ReceiverSearch:
         ):
             return no_answers
         began = time.monotonic()
-        answer = _answers(hosted, snapshot, ready, queries, may_read=not on_receiver)
+        answer = _encoded_answers(hosted, snapshot, ready, queries, may_read=not on_receiver)
         if on_receiver:
-            hosted.search_speed.record(time.monotonic() - began, len(queries))
+            hosted.search_speed.record_search(time.monotonic() - began, len(queries))
         self._count(snapshot, view, queries, answer)
         return answer
 
@@ -1354,7 +1374,7 @@ class ReceiverSearch:
             )
 
 
-def _answers(
+def _encoded_answers(
     hosted: HostedInFile,
     snapshot: Snapshot,
     ready: _PreparedPart,
@@ -1370,25 +1390,29 @@ def _answers(
         and hosted.origin_cache.migrated_labels(ready.part, snapshot) is None
     ):
         answers = compiled.encode_responses(
-            queries, hosted.exact_distances, ready.items.encoded_hits, ready.curves, ready.end
+            queries,
+            hosted.exact_distances,
+            ready.item_cache.encoded_hits,
+            ready.curves,
+            ready.encoded_tail,
         )
     for number, answer in enumerate(answers):
         if answer is not None:
             hosted.search_speed.record_receiver_search(in_memory=True)
         else:
-            answers[number] = _in_python(
+            answers[number] = _answer_in_python(
                 hosted, snapshot, ready, *queries[number], may_read=may_read
             )
     return answers
 
 
-def _in_python(
+def _answer_in_python(
     hosted: HostedInFile,
     snapshot: Snapshot,
     ready: _PreparedPart,
     values: bytes,
     k: int,
-    farthest: float,
+    max_distance: float,
     *,
     may_read: bool,
 ) -> bytes | None:
@@ -1406,21 +1430,24 @@ def _in_python(
     labels = neighbours.labels[0].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
-    hits = ready.items.encode(labels, ready.make)
+    hits = ready.item_cache.encode(labels, ready.encode_item)
     hosted.search_speed.record_receiver_search(in_memory=hits is not None)
     if hits is None and may_read:
         try:
-            items = ready.items.get(labels)
+            items = ready.item_cache.get(labels)
         except UNUSABLE_GALLERY_ERRORS:
             return None  # the call's own thread gets the error
-        encoded = [None if item is None else ready.make(item) for item in items]
+        encoded = [None if item is None else ready.encode_item(item) for item in items]
         hits = [hit for hit in encoded if hit is not None]
         if len(hits) < len(labels):
             return None
     if hits is None:
         return None
     distances = neighbours.distances[0, : len(labels)]
-    return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact_distances) + ready.end
+    return (
+        _encoded_answer(ready.part, hits, distances, max_distance, exact=hosted.exact_distances)
+        + ready.encoded_tail
+    )
 
 
 def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _PreparedPart:
@@ -1451,7 +1478,7 @@ def _compile_route(
     if view is None or not isinstance(ready, _PreparedPart) or ready.part is not part:
         return None
     snapshot = view.snapshot()
-    if snapshot.compiled is None or ready.curves is None or ready.ends is not None:
+    if snapshot.compiled is None or ready.curves is None or ready.ends_at is not None:
         return None
     if space in state.ends or plan.reembedded_space == part.space:
         return None
@@ -1463,28 +1490,28 @@ def _compile_route(
         DEFAULT_K,
         MAX_HITS,
         exact,
-        ready.items.encoded_hits,
+        ready.item_cache.encoded_hits,
         ready.curves,
-        ready.end,
+        ready.encoded_tail,
     )
     return _CompiledRoute(answers, hosted, plan, part, view, snapshot, state, exact)
 
 
-def _values(messages: Iterable[bytes]) -> Vectors:
+def _query_vectors(messages: Iterable[bytes]) -> Vectors:
     """Return the vectors of requests that compiled code has parsed, float32 [q, dim]."""
     assert parse_search_request is not None, "compiled code has parsed them before"
     values = [request[2] for request in map(parse_search_request, messages) if request is not None]
     return np.frombuffer(b"".join(values), "<f4").reshape(len(values), -1)
 
 
-def _encoded(
-    part: PlanPart, hits: list[EncodedHit], distances: Vectors, farthest: float, *, exact: bool
+def _encoded_answer(
+    part: PlanPart, hits: list[EncodedHit], distances: Vectors, max_distance: float, *, exact: bool
 ) -> bytes:
     distances_shown = distances if exact else round_distances(distances)
-    scores = scores_of(part, [origin_name(hit.origin) for hit in hits], distances_shown)
+    scores = calibrated_scores(part, [origin_name(hit.origin) for hit in hits], distances_shown)
     values = distances_shown.tolist()
-    if farthest < math.inf:
-        near = [place for place, distance in enumerate(values) if distance <= farthest]
+    if max_distance < math.inf:
+        near = [place for place, distance in enumerate(values) if distance <= max_distance]
         hits, values = [hits[n] for n in near], [values[n] for n in near]
         scores = [scores[n] for n in near]
     return encode_hits(hits, values, scores)
@@ -1498,12 +1525,12 @@ class _ImageQuery:
     plan: Plan
     part: PlanPart
     k: int
-    farthest: float
+    max_distance: float
     call: DeferredCall
 
-    def end(self, answer: bytes | None) -> None:
+    def answer_and_leave(self, answer: bytes | None) -> None:
         """Answer the call, None for another thread, and leave the gallery and the plan."""
-        _leave(self.hosted, self.plan)
+        _leave_plan(self.hosted, self.plan)
         self.call.send_answer(answer)
 
 
@@ -1531,7 +1558,7 @@ class DeferredImageSearch:
         self._queue.close()
 
     def defer_search(
-        self, gallery: str, image: bytes, k: int, farthest: float
+        self, gallery: str, image: bytes, k: int, max_distance: float
     ) -> DeferredAnswer | None:
         """Return what answers a query later; None if it needs another thread.
 
@@ -1542,7 +1569,7 @@ class DeferredImageSearch:
             gallery: name of the gallery.
             image: the encoded image; it is checked later.
             k: most hits.
-            farthest: largest distance of a hit, inclusive; infinite means any.
+            max_distance: largest distance of a hit, inclusive; infinite means any.
 
         Returns:
             The later answer, which counts as a user of the gallery until it ends; or None.
@@ -1555,20 +1582,20 @@ class DeferredImageSearch:
         ):
             return None
         return DeferredAnswer(
-            lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin
+            lambda call: self._add(hosted, image, k, max_distance, call), self._queue.begin
         )
 
     def _add(
-        self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: DeferredCall
+        self, hosted: HostedInFile, image: bytes, k: int, max_distance: float, call: DeferredCall
     ) -> None:
-        plan = _enter(hosted)
+        plan = _enter_plan(hosted)
         part = None if plan is None else plan.answerer.sole_image_part(hosted)
         if plan is None or part is None:
             if plan is not None:
-                _leave(hosted, plan)
+                _leave_plan(hosted, plan)
             call.send_answer(None)
             return
-        query = _ImageQuery(hosted, plan, part, k, farthest, call)
+        query = _ImageQuery(hosted, plan, part, k, max_distance, call)
         self._queue.add(
             QueuedImage(query, part.query_manifest, image, call.deadline, call.is_wanted)
         )
@@ -1581,7 +1608,7 @@ class DeferredImageSearch:
             self._search(embedded, answers)
         finally:
             for waiting, answer in answers.items():
-                waiting.owner.end(answer)
+                waiting.owner.answer_and_leave(answer)
 
     def _search(
         self,
@@ -1593,7 +1620,7 @@ class DeferredImageSearch:
         for waiting in rows:
             groups.setdefault((waiting.owner.hosted, waiting.owner.part), []).append(waiting)
         for (hosted, part), group in groups.items():
-            queries = [(rows[one].tobytes(), one.owner.k, one.owner.farthest) for one in group]
+            queries = [(rows[one].tobytes(), one.owner.k, one.owner.max_distance) for one in group]
             group_answers = self._immediate.search_part(hosted, part, queries)
             answers.update(zip(group, group_answers, strict=True))
         for waiting, row in rows.items():
@@ -1602,13 +1629,13 @@ class DeferredImageSearch:
                 self._embedding.remember_query(waiting.manifest, waiting.image, row)
 
 
-def _enter(hosted: HostedGallery) -> Plan | None:
+def _enter_plan(hosted: HostedGallery) -> Plan | None:
     """Become a user of a gallery and its plan, and return the plan; None if the gallery is
     closed.
     """
     return hosted.enter_plan() if hosted.use_counter.enter() else None
 
 
-def _leave(hosted: HostedGallery, plan: Plan) -> None:
+def _leave_plan(hosted: HostedGallery, plan: Plan) -> None:
     plan.use_counter.leave()
     hosted.use_counter.leave()

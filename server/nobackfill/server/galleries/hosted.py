@@ -310,7 +310,7 @@ class SearchSpeed:
         self._in_memory = 1.0
         self._queries = 0
 
-    def record(self, seconds: float, queries: int = 1) -> None:
+    def record_search(self, seconds: float, queries: int = 1) -> None:
         """Record a search.
 
         The estimates are of this process, and approximate when several threads record at once.
@@ -334,7 +334,7 @@ class SearchSpeed:
             seconds: their duration, all together.
             queries: number of queries.
         """
-        self.record(seconds, queries)
+        self.record_search(seconds, queries)
         self._queries += queries
         self._in_memory = 1 - (1 - self._in_memory) * (1 - _MEMORY_SMOOTHING) ** queries
 

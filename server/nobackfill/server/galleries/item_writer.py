@@ -172,11 +172,11 @@ class ItemWriter:
         """
         hosted.open_views()
         outcome = PutOutcome()
-        for group in _without_repeats(_affordable(items, outcome)):
+        for group in _without_repeats(_decodable_items(items, outcome)):
             while True:
                 plan = hosted.plan
                 try:
-                    if self._try(hosted, group, allowance, outcome):
+                    if self._put_for_plan(hosted, group, allowance, outcome):
                         break
                 except OutdatedPlanError:
                     self._catch_up()
@@ -185,7 +185,7 @@ class ItemWriter:
                         raise
         return outcome
 
-    def _try(
+    def _put_for_plan(
         self,
         hosted: HostedGallery,
         items: Sequence[NewItem],
@@ -198,17 +198,17 @@ class ItemWriter:
         with hosted.use_plan() as plan:
             refusals: list[tuple[str, str]] = []
             with context.trace_part("embed"):
-                ready = self._make(plan, items, refusals)
+                ready = self._make_vectors(plan, items, refusals)
             with context.trace_part("store"), hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
-                for group in _by_spaces(ready):
+                for group in _group_by_spaces(ready):
                     _store(hosted, plan, group, allowance)
         outcome.stored_count += len(ready)
         outcome.refusals += refusals
         return True
 
-    def _make(
+    def _make_vectors(
         self, plan: Plan, items: Sequence[NewItem], refusals: list[tuple[str, str]]
     ) -> list[_ReadyPut]:
         ready: list[_ReadyPut] = []
@@ -230,10 +230,10 @@ class ItemWriter:
                         raise plan.query_manifest.no_texts_error()
                     texts.append((put, put.content))
                 else:
-                    ready.append(_ReadyPut(put, self._bare(plan, put.content)))
+                    ready.append(_ReadyPut(put, self._check_external_vectors(plan, put.content)))
             except (InvalidInputError, IncompatibleSpaceError, NoEncoderError) as error:
                 refuse(put, error)
-        ready += self._read(plan, texts, refuse)
+        ready += self._embed_texts(plan, texts, refuse)
         sizes = {manifest.frame for manifest in _image_models(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
         decoded: list[tuple[NewItem, Decoded]] = []
@@ -246,14 +246,16 @@ class ItemWriter:
                 decoded.append((put, pixels))
         while decoded:
             try:
-                return ready + self._embed(plan, decoded)
+                return ready + self._embed_images(plan, decoded)
             except UnusableOutputError as error:
                 for row in error.rows:
                     refuse(decoded[row][0], no_vector_error(plan.query_manifest))
                 decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
         return ready
 
-    def _embed(self, plan: Plan, images: Sequence[tuple[NewItem, Decoded]]) -> list[_ReadyPut]:
+    def _embed_images(
+        self, plan: Plan, images: Sequence[tuple[NewItem, Decoded]]
+    ) -> list[_ReadyPut]:
         """Embed images for every release of the plan, with side-information."""
         columns = []
         for manifest in _image_models(plan):
@@ -275,7 +277,7 @@ class ItemWriter:
             for i, (put, _) in enumerate(images)
         ]
 
-    def _read(
+    def _embed_texts(
         self,
         plan: Plan,
         texts: Sequence[tuple[NewItem, str]],
@@ -306,34 +308,39 @@ class ItemWriter:
                 ),
             )
 
-    def _bare(self, plan: Plan, bare: ExternalVectors) -> tuple[NewVectors, ...]:
+    def _check_external_vectors(
+        self, plan: Plan, external: ExternalVectors
+    ) -> tuple[NewVectors, ...]:
         """Check bare vectors, and upgrade them if their space is not searched by default."""
-        manifest = next((m for m in plan.written_releases if m.space == bare.space), None)
-        if manifest is None or bare.space not in plan.accepted_spaces:
+        manifest = next((m for m in plan.written_releases if m.space == external.space), None)
+        if manifest is None or external.space not in plan.accepted_spaces:
             raise IncompatibleSpaceError(
                 f"item: expected an embedding in the space of release "
                 f"{plan.query_manifest.release}, or an image, got an embedding of space "
-                f"{bare.space[:64]!r}; embed the item with release {plan.query_manifest.release}"
+                f"{external.space[:64]!r}; embed the item with release "
+                f"{plan.query_manifest.release}"
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
-        embedding = vector_from_bytes(bare.embedding, spec.dim, error_name=name, unit=spec.unit)
+        embedding = vector_from_bytes(external.embedding, spec.dim, error_name=name, unit=spec.unit)
         side = None
-        if bare.side is not None:
-            if encoder is None or bare.side_space != manifest.side_space:
-                side_space = f"space {bare.side_space[:64]!r}" if bare.side_space else "no space"
+        if external.side is not None:
+            if encoder is None or external.side_space != manifest.side_space:
+                side_space = (
+                    f"space {external.side_space[:64]!r}" if external.side_space else "no space"
+                )
                 raise IncompatibleSpaceError(
                     f"item: expected side-information in the space that release {manifest.release} "
                     f"uses, got {side_space}; compute it with the side-information encoder of that "
                     "release, or leave it out"
                 )
             name = f"side-information of release {manifest.release}"
-            side = vector_from_bytes(bare.side, encoder.dim, error_name=name)
-        native = NewVectors(bare.space, embedding, side)
-        if any(part.space == bare.space for part in plan.parts):
+            side = vector_from_bytes(external.side, encoder.dim, error_name=name)
+        native = NewVectors(external.space, embedding, side)
+        if any(part.space == external.space for part in plan.parts):
             return (native,)
         runner = self._runner_of(
-            manifest, plan.query_manifest, None if side is None else bare.side_space
+            manifest, plan.query_manifest, None if side is None else external.side_space
         )
         if runner is None:
             raise IncompatibleSpaceError(
@@ -373,7 +380,7 @@ def _store(
     )  # fmt: skip
 
 
-def _by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
+def _group_by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
     """Group items that go to the same spaces."""
     groups: dict[tuple[tuple[str, bool, str], ...], list[_ReadyPut]] = {}
     for one in ready:
@@ -395,7 +402,7 @@ def _without_repeats(items: Sequence[NewItem]) -> list[list[NewItem]]:
     return groups
 
 
-def _affordable(items: Sequence[NewItem], outcome: PutOutcome) -> list[NewItem]:
+def _decodable_items(items: Sequence[NewItem], outcome: PutOutcome) -> list[NewItem]:
     """Return the items whose images, together with those before them, may be decoded at once.
 
     The others are refused in `outcome`.
@@ -500,7 +507,7 @@ class _Quota:
         while True:
             is_old = time.monotonic() - self._count_time > _COUNT_SECONDS
             if is_old or self.is_near:
-                self._update()
+                self._recount_items()
             if self._count + self._reserved + len(ids) <= self._allowance.max_items:
                 return len(ids)
             if not self._reserved:
@@ -510,13 +517,13 @@ class _Quota:
             context.current_call().check()
 
     def _admit_new(self, gallery: str, ids: set[str]) -> int:
-        self._update()
+        self._recount_items()
         with self._galleries.use_gallery(gallery) as hosted:
             new = len(ids) - len(hosted.store.labels_of(list(ids)))
         self._allowance.check(self._count, new)
         return new
 
-    def _update(self) -> None:
+    def _recount_items(self) -> None:
         counted = 0
         for name in self._allowance.galleries:
             with (

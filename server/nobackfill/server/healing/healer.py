@@ -143,14 +143,14 @@ class Healer(Reembedding[int]):
         return time.monotonic() < self._paused
 
     def _next_requested(self, count: int) -> dict[int, str]:
-        labels = self.backoff.filter_ready(self.ledger.requested(_PAGE))[:count]
-        return self._carried(labels)
+        labels = self.backoff.filter_ready(self.ledger.requested_labels(_PAGE))[:count]
+        return self._migrated_ids(labels)
 
     def _next_remaining(self, count: int) -> dict[int, str]:
         if self._remaining is None:
             if time.monotonic() < self._next_round:
                 return {}
-            self._remaining = self._by_doubt()
+            self._remaining = self._least_certain_items()
         batch: dict[int, str] = {}
         for item in self._remaining:
             if self.backoff.filter_ready([item.label]):
@@ -162,7 +162,7 @@ class Healer(Reembedding[int]):
             self._next_round = time.monotonic() + _ROUND_PAUSE_SECONDS
         return batch
 
-    def _by_doubt(self) -> Iterator[StoredItem]:
+    def _least_certain_items(self) -> Iterator[StoredItem]:
         """Yield migrated items, the least certain first, then those of unknown uncertainty.
 
         It stops once the gallery is to be deleted, because many pages may have no migrated item.
@@ -197,7 +197,7 @@ class Healer(Reembedding[int]):
             self.source.a_day, self.cost,
         )  # fmt: skip
 
-    def _carried(self, labels: Sequence[int]) -> dict[int, str]:
+    def _migrated_ids(self, labels: Sequence[int]) -> dict[int, str]:
         """Return the ids of items that exist and are still migrated; the ledger settles the
         others.
         """
@@ -229,7 +229,7 @@ class Healer(Reembedding[int]):
         """
         # Checked after the claim: another process may have re-embedded them before.
         claimed = super().claim(keys, budget)
-        migrated = self._carried(claimed)
+        migrated = self._migrated_ids(claimed)
         return [label for label in claimed if label in migrated]
 
     def embed_and_store(
@@ -272,15 +272,19 @@ class Healer(Reembedding[int]):
         try:
             with self._hosted.use_plan() as plan:
                 # The space may be about to be deleted.
-                return self._write(originals) if plan.reembedded_space == self.space else ()
+                return (
+                    self._reembed_originals(originals)
+                    if plan.reembedded_space == self.space
+                    else ()
+                )
         finally:
             self._hosted.use_counter.leave()
 
-    def _write(self, originals: Mapping[int, str | bytes]) -> Collection[int]:
+    def _reembed_originals(self, originals: Mapping[int, str | bytes]) -> Collection[int]:
         items = self._hosted.store.items(list(originals), self.space)
         targets = [item for item in items if item is not None and item.origin == "upgraded"]
         stored, reasons = list[int](), list[str]()
-        for embed in (self._images, self._texts):
+        for embed in (self._reembed_images, self._reembed_texts):
             try:
                 stored += embed(targets, originals, reasons)
             except NoEncoderError as error:
@@ -293,7 +297,7 @@ class Healer(Reembedding[int]):
         self.ledger.finish_claims(settled)
         return settled
 
-    def _images(
+    def _reembed_images(
         self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
     ) -> list[int]:
         pairs = [(item, data) for item in items if isinstance(data := originals[item.label], bytes)]
@@ -305,7 +309,7 @@ class Healer(Reembedding[int]):
                 self._hosted, self._embedding, self._manifest, batch, images, reasons
             )
 
-    def _texts(
+    def _reembed_texts(
         self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
     ) -> list[int]:
         pairs = [(item, data) for item in items if isinstance(data := originals[item.label], str)]

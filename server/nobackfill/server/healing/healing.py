@@ -73,7 +73,7 @@ Candidates = tuple[EmbeddedQuery, list[int]]
 _MAX_CANDIDATES = 4096
 
 
-def _candidates(
+def _collect_candidates(
     healer: Healer, questions: Sequence[EmbeddedQuery], matches: Matches | None
 ) -> list[Candidates | InvalidInputError]:
     """Collect the items to rank for each question.
@@ -85,18 +85,20 @@ def _candidates(
     wide_questions = [
         replace(question, k=max(question.k, healer.source.hits)) for question in questions
     ]
-    native = healer.ledger.native(matches)
+    native = healer.ledger.native_matches(matches)
     return [
         answer
         if isinstance(answer, InvalidInputError)
-        else (question, _labels(wide_question, answer[0][0].labels[answer[1]], native))
+        else (question, _candidate_labels(wide_question, answer[0][0].labels[answer[1]], native))
         for question, wide_question, answer in zip(
             questions, wide_questions, find_nearest(wide_questions, matches), strict=True
         )
     ]
 
 
-def _labels(question: EmbeddedQuery, nearest: Labels, native: Matches | None) -> list[int]:
+def _candidate_labels(
+    question: EmbeddedQuery, nearest: Labels, native: Matches | None
+) -> list[int]:
     """Choose the candidates of a question: its nearest items, and its nearest native items.
 
     By distance alone, migrated items hide native ones that are truly as near (docs/adr/0024).
@@ -114,7 +116,7 @@ def _labels(question: EmbeddedQuery, nearest: Labels, native: Matches | None) ->
     return [int(label) for label in selection if label >= 0]
 
 
-def _groups(pairs: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
+def _split_by_candidates(pairs: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
     """Split questions into groups, by the number of their candidates."""
     first, total = 0, 0
     for number, (_, labels) in enumerate(pairs):
@@ -126,7 +128,9 @@ def _groups(pairs: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
         yield pairs[first:]
 
 
-def _answers(healer: Healer, pairs: Sequence[Candidates], end: float) -> Iterator[SearchResult]:
+def _answer_from_candidates(
+    healer: Healer, pairs: Sequence[Candidates], end: float
+) -> Iterator[SearchResult]:
     """Answer questions by the present vectors of their candidates.
 
     First re-embed the migrated ones among the first hits, at most until `end` on the monotonic
@@ -174,7 +178,7 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
                 0,
                 len(order),
                 items,
-                exact_distances=hosted.exact_distances,
+                returns_exact_distances=hosted.exact_distances,
                 by_score=True,
             )
         )
@@ -308,7 +312,7 @@ class HealingAnswerer:
         to_heal = [
             question
             for question in valid_queries(questions)
-            if request.may_reembed and self._heals(hosted, question)
+            if request.may_reembed and self._may_reembed(hosted, question)
         ]
         if to_heal:
             with context.trace_part("search"):
@@ -341,7 +345,7 @@ class HealingAnswerer:
         heals = part is not None and part.space == self._space
         return None if heals and not self._healing.is_complete(hosted, self._space) else part
 
-    def _heals(self, hosted: HostedGallery, question: EmbeddedQuery) -> bool:
+    def _may_reembed(self, hosted: HostedGallery, question: EmbeddedQuery) -> bool:
         """Tell whether a question is in the space to re-embed, and hits may be migrated."""
         part = question.parts[0]
         is_own = len(question.parts) == 1 and part.query_manifest.space == part.space == self._space
@@ -399,7 +403,7 @@ class Healing:
             self._stopping.set()
             with self._lock:
                 for hosted in list(self._healers):
-                    self._replace(hosted)
+                    self._retire_healer(hosted)
             self._close_replaced(_STOP_SECONDS)
             self._thread.join()
 
@@ -455,13 +459,15 @@ class Healing:
         if healer is None:
             answers = find_nearest(questions, matches)
             return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
-        pairs = _candidates(healer, questions, matches)
+        pairs = _collect_candidates(healer, questions, matches)
         # All questions wait as long as one would.
         patience = min(healer.source.seconds, _WAIT_SHARE * context.current_call().remaining())
         end, results = time.monotonic() + patience, list[SearchResult]()
-        for group in _groups([pair for pair in pairs if not isinstance(pair, InvalidInputError)]):
+        for group in _split_by_candidates(
+            [pair for pair in pairs if not isinstance(pair, InvalidInputError)]
+        ):
             context.current_call().check()
-            results += _answers(healer, group, end)
+            results += _answer_from_candidates(healer, group, end)
         self._series.count_hits_by_origin(results)
         iterator = iter(results)
         return [pair if isinstance(pair, InvalidInputError) else next(iterator) for pair in pairs]
@@ -512,7 +518,7 @@ class Healing:
         try:
             present_source = HealingSource.from_state(source)
         except VerificationError as error:
-            self._rest(hosted, error)
+            self._pause_gallery(hosted, error)
             return None
         healer = self._healers.get(hosted)
         if healer is not None and (healer.space, healer.source) == (manifest.space, present_source):
@@ -528,9 +534,9 @@ class Healing:
                 return healer
             if time.monotonic() < self._trouble.get(hosted, 0.0):
                 return None
-            return self._new(hosted, manifest, present_source)
+            return self._make_healer(hosted, manifest, present_source)
 
-    def _new(
+    def _make_healer(
         self, hosted: HostedGallery, manifest: Manifest, source: HealingSource
     ) -> Healer | None:
         """Make a gallery's healer, which replaces the last one; the caller holds the gallery's
@@ -538,12 +544,12 @@ class Healing:
         """
         healer = None
         try:
-            items, ledger = self.open(source, _OPEN_SECONDS), _ledger(hosted, manifest.space)
+            items, ledger = self.open(source, _OPEN_SECONDS), _open_ledger(hosted, manifest.space)
             healer = Healer(hosted, manifest, self._embedding, source, items, ledger)
         except (NobackfillError, OSError, sqlite3.Error) as error:
-            self._rest(hosted, error)
+            self._pause_gallery(hosted, error)
         with self._lock:
-            self._replace(hosted)
+            self._retire_healer(hosted)
             if healer is None:
                 return None
             if not self._stopping.is_set():
@@ -552,7 +558,7 @@ class Healing:
         healer.close(0.0)
         return None
 
-    def _rest(self, hosted: HostedGallery, error: Exception) -> None:
+    def _pause_gallery(self, hosted: HostedGallery, error: Exception) -> None:
         """Log that a gallery's source cannot be used, and leave it alone for a while."""
         log.error(
             "cannot use the source of a gallery, so its items are not re-embedded; the gateway "
@@ -605,7 +611,7 @@ class Healing:
                 del self._opening[source]
         return opening.result()
 
-    def _replace(self, hosted: HostedGallery) -> None:
+    def _retire_healer(self, hosted: HostedGallery) -> None:
         """Retire a gallery's healer; the caller holds the lock."""
         if (healer := self._healers.pop(hosted, None)) is not None:
             self._replaced.append(healer)
@@ -642,12 +648,12 @@ class Healing:
         while not self._stopping.is_set():
             worked = 0.0
             with error_boundary(self._metrics, "healing"):
-                worked = self._round()
+                worked = self._reembed_round()
             # Searches come first: pause as long as the work took. No gallery is in use during the
             # pause.
             self._stopping.wait(worked or _POLL_SECONDS)
 
-    def _round(self) -> float:
+    def _reembed_round(self) -> float:
         """Re-embed a few items of each gallery; returns the seconds of work if there may be
         more.
         """
@@ -666,7 +672,7 @@ class Healing:
                 if hosted not in healed and (
                     hosted.is_closing or hosted.state_value(SOURCE_KEY) is None
                 ):
-                    self._replace(hosted)
+                    self._retire_healer(hosted)
         self._close_replaced()
         return seconds
 
@@ -679,12 +685,12 @@ class Healing:
         has_more = False
         # The healer is busy, or was replaced.
         with contextlib.suppress(BusyError, NotFoundError):
-            healer.ledger.load()
+            healer.ledger.load_origins()
             has_more = healer.reembed_some()
         return has_more
 
 
-def _ledger(hosted: HostedGallery, space: str) -> HealingLedger:
+def _open_ledger(hosted: HostedGallery, space: str) -> HealingLedger:
     if isinstance(hosted, HostedInFile):
         return FileLedger(hosted.folder, hosted.store, space)
     # These imports need the extra `postgres`.

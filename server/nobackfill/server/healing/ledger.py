@@ -24,8 +24,10 @@ class HealingLedger(Ledger[int], Protocol):
     closed.
     """
 
-    def load(self) -> None:
-        """Read what `count_migrated` and `native` need, if it is due, however long that takes.
+    def load_origins(self) -> None:
+        """Read what `count_migrated` and `native_matches` need, if it is due.
+
+        It may take long.
 
         Raises:
             NotFoundError: the ledger or the gallery is closed.
@@ -40,11 +42,11 @@ class HealingLedger(Ledger[int], Protocol):
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet.
 
-        It reads memory only, as of the last `load` or later.
+        It reads memory only, as of the last `load_origins` or later.
         """
         ...
 
-    def native(self, matches: Matches | None) -> Matches | None:
+    def native_matches(self, matches: Matches | None) -> Matches | None:
         """Return the native items among some, for masks of a search; None if they are not known.
 
         It reads memory only. A database never knows them.
@@ -54,7 +56,7 @@ class HealingLedger(Ledger[int], Protocol):
         """
         ...
 
-    def requested(self, count: int) -> Sequence[int]:
+    def requested_labels(self, count: int) -> Sequence[int]:
         """Return labels that queries requested in vain, most often first.
 
         A label may be claimed, re-embedded or deleted by now.
@@ -118,9 +120,9 @@ class FileLedger(LedgerFile[int]):
         with self._reading():
             pass
 
-    def load(self) -> None:
-        """Read what `count_migrated` and `native` need, if it is due, however long that takes; see
-        HealingLedger.load.
+    def load_origins(self) -> None:
+        """Read what `count_migrated` and `native_matches` need, if it is due; see
+        HealingLedger.load_origins.
 
         It reads all origins of the space once, and follows commits from then on.
 
@@ -138,26 +140,26 @@ class FileLedger(LedgerFile[int]):
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet; see HealingLedger.count_migrated.
 
-        After `load` it follows every commit of this process.
+        After `load_origins` it follows every commit of this process.
         """
         return len(self._carried) if self._carried.is_loaded else None
 
-    def native(self, matches: Matches | None) -> Matches | None:
+    def native_matches(self, matches: Matches | None) -> Matches | None:
         """Return the native items among some; None if they are not known.
 
-        See HealingLedger.native.
+        See HealingLedger.native_matches.
 
-        They are not known before `load`. The result has only masks: its labels and length are not
-        available.
+        They are not known before `load_origins`. The result has only masks: its labels and length
+        are not available.
 
         Args:
             matches: the items; None means all.
         """
         return _Native(self._carried, matches) if self._carried.is_loaded else None
 
-    def requested(self, count: int) -> list[int]:
+    def requested_labels(self, count: int) -> list[int]:
         """Return labels that queries requested in vain, most often first; see
-        HealingLedger.requested.
+        HealingLedger.requested_labels.
 
         Args:
             count: most labels; 0 gives none.
@@ -174,7 +176,7 @@ class FileLedger(LedgerFile[int]):
         """Close the ledger; a second call does nothing; see HealingLedger.close.
 
         It waits for a transaction of another thread. Other methods then raise NotFoundError, except
-        `count_migrated` and `native`.
+        `count_migrated` and `native_matches`.
         """
         with self._lock:
             if self._is_closed:

@@ -164,17 +164,17 @@ class AllowedSources:
         """
         if source.address.startswith(COLUMN):
             name = _check_name(source.address.removeprefix(COLUMN), self._columns, "item_columns")
-            return _column(self._columns[name].get_secret_value())
+            return _open_column(self._columns[name].get_secret_value())
         if source.address.startswith(FUNCTION):
             name = _check_name(
                 source.address.removeprefix(FUNCTION), self._functions, "item_functions"
             )
-            return FunctionItems(_function(self._functions[name]), None)
+            return FunctionItems(_import_function(self._functions[name]), None)
         if source.address.startswith(TEXTS):
             return LineItems(self._resolve(Path(source.address.removeprefix(TEXTS))))
         kind: InputKind = "text" if source.address.endswith(_TEXT_SUFFIX) else "image"
         if not source.address.startswith(FOLDER):
-            host = _host(source.address)
+            host = _url_host(source.address)
             if not host:
                 raise ConfigurationError(
                     "source: expected folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}, "
@@ -186,7 +186,7 @@ class AllowedSources:
                     "it with `gateway serve --item-host HOST`"
                 )
             return UrlItems(source.address, self._hosts, kind)
-        folder, pattern = _split(source.address.removeprefix(FOLDER))
+        folder, pattern = _split_template(source.address.removeprefix(FOLDER))
         path = self._resolve(folder)
         if not path.is_dir():
             raise NotFoundError(
@@ -224,13 +224,13 @@ def _check_name(name: str, names: Collection[str], setting: str) -> str:
     return name
 
 
-def _column(address: str) -> ItemSource:
+def _open_column(address: str) -> ItemSource:
     from nobackfill.server.stores.postgresql.column_items import DatabaseColumnItems
 
     return DatabaseColumnItems(address)
 
 
-def _function(name: str) -> Callable[[str], str | bytes | None]:
+def _import_function(name: str) -> Callable[[str], str | bytes | None]:
     """Import module:function of the operator's settings.
 
     Raises:
@@ -254,14 +254,14 @@ def _function(name: str) -> Callable[[str], str | bytes | None]:
     return function
 
 
-def _host(address: str) -> str | None:
+def _url_host(address: str) -> str | None:
     try:
         return urllib3.util.parse_url(address).host
     except urllib3.exceptions.LocationParseError:
         return None
 
 
-def _split(text: str) -> tuple[Path, str]:
+def _split_template(text: str) -> tuple[Path, str]:
     """Split a folder from the part below it that has {id}."""
     parts = PurePosixPath(text).parts
     first = next((i for i, part in enumerate(parts) if "{id}" in part), len(parts))

@@ -148,7 +148,7 @@ class _Measurement:
             batch = slice(start, start + _BATCH)
             try:
                 answers = self._searching.search_batch(
-                    self._hosted, queries[batch], 2, None, reembed=False
+                    self._hosted, queries[batch], 2, None, may_reembed=False
                 )
             except ReleaseRetiredError:
                 return None

@@ -155,11 +155,11 @@ class TaskRunner:
                     "wait until it has ended"
                 )
             task = self.task = PageTask(title)
-        threading.Thread(target=_run, args=(task, work), name="task", daemon=True).start()
+        threading.Thread(target=_run_task, args=(task, work), name="task", daemon=True).start()
         return task
 
 
-def _run(task: PageTask, work: Callable[[Output], str]) -> None:
+def _run_task(task: PageTask, work: Callable[[Output], str]) -> None:
     try:
         task.outcome = work(_TaskOutput(bars=False, task=task)) or "done"
     except NobackfillError as error:
@@ -210,7 +210,7 @@ class CachedSearches:
         """
         while True:
             try:
-                return self._search(self._device.store.active().spec)
+                return self._cached_search(self._device.store.active().spec)
             except IncompatibleSpaceError:
                 # A sync flipped and dropped the space between the two reads.
                 continue
@@ -231,7 +231,7 @@ class CachedSearches:
         """
         previous = self._device.previous()
         try:
-            return None if previous is None else self._search(previous.spec)
+            return None if previous is None else self._cached_search(previous.spec)
         except IncompatibleSpaceError:
             return None
 
@@ -259,7 +259,7 @@ class CachedSearches:
             NotFoundError: the release of the space is not installed.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        encoder = self._encoder(search.spec)
+        encoder = self._release_encoder(search.spec)
         try:
             vector = encoder.embed([encoder.pixels(image)])[0]
         except UnusableOutputError as error:
@@ -267,9 +267,9 @@ class CachedSearches:
         selection = search if where is None else search.with_filter(where)
         return selection.by_embedding({search.spec.space: vector.tolist()}, k)
 
-    def _search(self, spec: SpaceSpec) -> Search:
+    def _cached_search(self, spec: SpaceSpec) -> Search:
         with self._lock:
-            commits, staging = self._changes()
+            commits, staging = self._commits_and_staging()
             cached = self._cached.get(spec.space)
             if cached is not None:
                 young = time.monotonic() - cached.read_at < _OLDEST_SECONDS
@@ -281,14 +281,14 @@ class CachedSearches:
             self._cached[spec.space] = _CachedSearch(search, commits, time.monotonic())
             return search
 
-    def _changes(self) -> tuple[int, bool]:
+    def _commits_and_staging(self) -> tuple[int, bool]:
         """Return the number of commits of all processes, and whether a sync writes vectors now."""
         with self._device.store.read_snapshot() as connection:
             commits = connection.execute("SELECT count FROM commits").fetchone()[0]
             staging = connection.execute("SELECT 1 FROM spaces WHERE state = 'staging'").fetchone()
         return int(commits), staging is not None
 
-    def _encoder(self, spec: SpaceSpec) -> ReleaseEncoder:
+    def _release_encoder(self, spec: SpaceSpec) -> ReleaseEncoder:
         with self._lock:
             if spec.space not in self._encoders:
                 manifest = self._device.manifest(spec.release)
@@ -362,7 +362,7 @@ class ItemPages:
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
         """
-        return self._grid(request, least_certain=False)
+        return self._render_grid(request, least_certain=False)
 
     def uncertain(self, request: Request) -> Response:
         """Show a grid of 60 migrated items, the least certain first.
@@ -378,9 +378,9 @@ class ItemPages:
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
         """
-        return self._grid(request, least_certain=True)
+        return self._render_grid(request, least_certain=True)
 
-    def _grid(self, request: Request, *, least_certain: bool) -> Response:
+    def _render_grid(self, request: Request, *, least_certain: bool) -> Response:
         store = self._device.store
         texts = request.query_params.getlist("where")
         passing = passing_labels(store, conditions.parse_conditions(texts)) if texts else None
@@ -423,7 +423,7 @@ class ItemPages:
             IncompatibleSpaceError: a sync dropped the space during the request.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        item = self._one(request)
+        item = self._requested_item(request)
         active, previous = self._view.active(), self._view.previous()
         answer = active.by_id(item.id, HITS)
         old_answer = None
@@ -443,7 +443,7 @@ class ItemPages:
             release=active.spec.release,
             before=None if previous is None else previous.spec.release,
             how=_ORIGINS.get(item.origin or "", "not searchable in this release's space"),
-            migrated=_moment(migration.get("at"))
+            migrated=_format_time(migration.get("at"))
             if item.origin in ("upgraded", "direct")
             else None,
             routes=migration.get("routes", []),
@@ -463,7 +463,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        return self._jpeg(self._thumbnails.thumbnail(self._one(request)))
+        return self._jpeg_response(self._thumbnails.thumbnail(self._requested_item(request)))
 
     def picture(self, request: Request) -> Response:
         """Send a copy of an item's image, at most 1280 pixels long, without the camera's metadata.
@@ -479,7 +479,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        return self._jpeg(self._thumbnails.large_picture(self._one(request)))
+        return self._jpeg_response(self._thumbnails.large_picture(self._requested_item(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
         """Convert the hits of an answer to tiles; items that were deleted since are left out.
@@ -542,7 +542,7 @@ class ItemPages:
             new_tiles.append(HitTile(tile.label, tile.caption, tile.score, kind, note))
         return old_tiles, new_tiles
 
-    def _one(self, request: Request) -> StoredItem:
+    def _requested_item(self, request: Request) -> StoredItem:
         label = request.path_params["label"]
         # SQLite has no larger labels.
         if label < 2**63:
@@ -559,7 +559,7 @@ class ItemPages:
             "This picture is not in the gallery, or no longer: go back to the list of photos."
         )
 
-    def _jpeg(self, content: bytes | None) -> Response:
+    def _jpeg_response(self, content: bytes | None) -> Response:
         if content is None:
             return Response(_MISSING, media_type="image/svg+xml")
         headers = {"Cache-Control": "private, max-age=86400"}
@@ -585,7 +585,7 @@ def read_where(request: Request) -> All:
     return conditions.parse_conditions(request.query_params.getlist("where"))
 
 
-def _moment(text: object) -> str | None:
+def _format_time(text: object) -> str | None:
     try:
         return f"{datetime.fromisoformat(str(text)):%d %B %Y, %H:%M} UTC"
     except ValueError:
@@ -737,7 +737,7 @@ class ReleasePages:
         """
         form = parse_form(body)
         if "label" in form:
-            label = _number("the picture's label", form["label"], 2**63 - 1)
+            label = _parse_number("the picture's label", form["label"], 2**63 - 1)
             (item,) = self._device.store.items([label])
             if item is None:
                 raise NotFoundError(
@@ -754,7 +754,7 @@ class ReleasePages:
 
             self._desk.start("Re-embedding", one)
             return self._site.redirect(request, f"/item/{label}")
-        most = _number("the number of pictures", form.get("count", ""), _MOST_ITEMS)
+        most = _parse_number("the number of pictures", form.get("count", ""), _MOST_ITEMS)
 
         def work(output: Output) -> str:
             count = re_embed(self._device, self._device.active(), most, output)
@@ -769,9 +769,9 @@ class ReleasePages:
         A report comes at most four times a second, and only if it has changed; then one event
         `end`. Without a task, or when the server stops, only `end` is sent.
         """
-        return EventSourceResponse(self._reports(request))
+        return EventSourceResponse(self._progress_events(request))
 
-    async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
+    async def _progress_events(self, request: Request) -> AsyncIterator[ServerSentEvent]:
         last_text = ""
         while (task := self._desk.task) is not None and not is_ending(request):
             running = task.running
@@ -785,7 +785,7 @@ class ReleasePages:
         yield ServerSentEvent("", event="end")
 
 
-def _number(what: str, text: str, most: int) -> int:
+def _parse_number(what: str, text: str, most: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
         raise InvalidInputError(
             f"{what}: expected a whole number from 1 to {most}, got {text[:20]!r}"

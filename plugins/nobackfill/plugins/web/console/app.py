@@ -57,12 +57,16 @@ class Console:
             guarded = settings.tokens_file is not None
             token = None if guarded else new_token()
             sessions = ConsoleSessions(socket, guarded=guarded, secure=tls is not None)
-            site = _site(sessions, metrics, embed)
-            names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
+            site = _make_site(sessions, metrics, embed)
+            names = (
+                ()
+                if settings.tls_cert is None
+                else _certificate_names(settings.tls_cert, listener.port)
+            )
             # Browsers fetch the pictures of hits from the operator's own hosts.
             pages = SessionPaths(site.app()) if guarded else site.app()
             app = Guard(pages, (*listener.hosts, *names), token, secure=tls is not None,
-                        images="http: https:")  # fmt: skip
+                        image_sources="http: https:")  # fmt: skip
             listener.serve(app, sessions.has_session if guarded else app.has_secret)
             self.address = f"{listener.address}/{token}/" if token else f"{listener.address}/"
             self._closing = closing.pop_all()
@@ -81,7 +85,7 @@ class Console:
         self.close()
 
 
-def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
+def _make_site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     site = Site(
         Path(__file__).parent / "templates",
         "Gateway",
@@ -120,7 +124,7 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     return site
 
 
-def _names(certificate: Path, port: int) -> Iterable[str]:
+def _certificate_names(certificate: Path, port: int) -> Iterable[str]:
     """Return the names by which browsers may address a gateway with this certificate."""
     (first, *_) = x509.load_pem_x509_certificates(certificate.read_bytes())
     try:

@@ -160,15 +160,15 @@ def canary_to_view(report: pb.WatchCanaryResponse) -> CanaryView:
         joint_figures=[
             ("Answered by both", f"{report.compared}"),
             ("Not compared", f"{report.skipped}"),
-            ("Overlap of both answers", _optional(report, "overlap", 100, " %")),
-            ("Rank correlation", _optional(report, "rank_correlation", 1, "", 3)),
+            ("Overlap of both answers", _format_optional(report, "overlap", 100, " %")),
+            ("Rank correlation", _format_optional(report, "rank_correlation", 1, "", 3)),
         ],
         evidence_by_bound=sorted(report.evidence.items()),
         stops_at=report.stops_at,
     )
 
 
-def _optional(
+def _format_optional(
     message: pb.WatchCanaryResponse | pb.CanaryPair, field: str, scale: float, unit: str,
     digits: int = 1,
 ) -> str:  # fmt: skip
@@ -181,9 +181,9 @@ _FIGURES: Sequence[tuple[str, Callable[[pb.CanaryPair], str]]] = (
     ("queries", lambda pair: f"{pair.queries}"),
     ("failed", lambda pair: f"{pair.errors}"),
     ("empty answers", lambda pair: f"{pair.empty}"),
-    ("half answered within", lambda pair: _optional(pair, "p50", 1000, " ms")),
-    ("99 % within", lambda pair: _optional(pair, "p99", 1000, " ms")),
-    ("score of the first hit", lambda pair: _optional(pair, "score", 100, " %")),
+    ("half answered within", lambda pair: _format_optional(pair, "p50", 1000, " ms")),
+    ("99 % within", lambda pair: _format_optional(pair, "p99", 1000, " ms")),
+    ("score of the first hit", lambda pair: _format_optional(pair, "score", 100, " %")),
     ("callers", lambda pair: f"{pair.sessions}"),
     ("of them approved a hit", lambda pair: f"{pair.approved}"),
     ("of them rejected a hit", lambda pair: f"{pair.rejected}"),
@@ -286,7 +286,7 @@ class Rollouts:
             reports = gateway.activate(release, rollout=rollout)
             run = RolloutView(release, rollout)
             try:
-                _take(run, next(reports))
+                _take_report(run, next(reports))
             except StopIteration as error:
                 raise BusyError(
                     f"the gateway sent no report on the activation of release {release}; look at "
@@ -300,7 +300,7 @@ class Rollouts:
             with gateway:
                 try:
                     for report in reports:
-                        _take(run, report)
+                        _take_report(run, report)
                 except NobackfillError as error:
                     run.has_failed = True
                     run.message = str(error)
@@ -310,7 +310,7 @@ class Rollouts:
         threading.Thread(target=follow, name="console-rollout", daemon=True).start()
 
 
-def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
+def _take_report(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
     run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
     if report.total:
         # Only reports of the upgrading phase contain counts.
@@ -365,11 +365,12 @@ class Operations:
                 why = "Your role has no access to galleries."
             except NobackfillError as error:
                 why = str(error)
-            live = self._live(gateway)
+            live = self._live_figures(gateway)
         return self._site.respond_with_page(
             request, "overview.html.j2", releases=releases, galleries=galleries, why=why,
-            state=_state, space_state=_space_state, moment=_moment, expiries=self._expiries(),
-            guarded=self._sessions.guarded, index=_index, **live,
+            state=_release_state, space_state=_space_state, moment=_format_end,
+            expiries=self._expiries(), guarded=self._sessions.guarded,
+            index=_describe_index, **live,
         )  # fmt: skip
 
     def release(self, request: Request) -> Response:
@@ -384,14 +385,14 @@ class Operations:
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
         """
-        number = _number(request)
+        number = _release_number(request)
         with self._sessions.open_caller(request) as gateway:
             release = gateway.get_release(number)
         manifest = parse_manifest(release.manifest.encode(), number)
         old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
         return self._site.respond_with_page(
-            request, "release.html.j2", release=release, manifest=manifest, state=_state, old=old,
-            matrix={} if old is None else evidence_matrix(manifest, old),
+            request, "release.html.j2", release=release, manifest=manifest, state=_release_state,
+            old=old, matrix={} if old is None else evidence_matrix(manifest, old),
             axes=(QUERIES, GALLERIES, TITLES, MARKS, BOUNDS),
         )  # fmt: skip
 
@@ -408,7 +409,7 @@ class Operations:
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
         """
-        number = _number(request)
+        number = _release_number(request)
         rows: list[tuple[str, Any, str]] = []
         with self._sessions.open_caller(request) as gateway:
             for gallery in gateway.list_galleries():
@@ -440,7 +441,9 @@ class Operations:
             raise InvalidInputError(
                 f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
             )
-        self._rollouts.begin(self._sessions.caller_factory(request), _number(request), rollout)
+        self._rollouts.begin(
+            self._sessions.caller_factory(request), _release_number(request), rollout
+        )
         return self._site.redirect(request, "/")
 
     def rollback_target(self, request: Request) -> Response:
@@ -519,9 +522,9 @@ class Operations:
                 reports.close()  # type: ignore[attr-defined]
         return self._site.respond_with_page(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
-            space_state=_space_state, moment=_moment,
+            space_state=_space_state, moment=_format_end,
             text_of=lambda value: read_metadata_value(value, by),
-            index=_index,
+            index=_describe_index,
         )  # fmt: skip
 
     async def live(self, request: Request) -> Response:
@@ -537,9 +540,9 @@ class Operations:
             UnavailableError: the gateway does not answer within a minute.
         """
         first = await run_in_threadpool(self._live_text, request)
-        return EventSourceResponse(self._reports(request, first))
+        return EventSourceResponse(self._live_events(request, first))
 
-    async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
+    async def _live_events(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
         with self._sessions.count_live_page(request) as place:
             while place and not is_ending(request):
                 yield ServerSentEvent(text, event="live")
@@ -553,10 +556,10 @@ class Operations:
 
     def _live_text(self, request: Request) -> str:
         with self._sessions.open_caller(request) as gateway:
-            live = self._live(gateway)
+            live = self._live_figures(gateway)
         return self._site.render(request, "live.html.j2", **live)
 
-    def _live(self, gateway: ConsoleCaller) -> dict[str, Any]:
+    def _live_figures(self, gateway: ConsoleCaller) -> dict[str, Any]:
         """Return the figures that change every second: load, activation and canary.
 
         The last two are None if the role may not watch canaries: their messages name galleries.
@@ -583,7 +586,7 @@ class Operations:
         return [(name, f"{end:%d %B %Y}", end < soon) for name, end in order]
 
 
-def _number(request: Request) -> int:
+def _release_number(request: Request) -> int:
     """Return the release number in an address; raise NotFoundError for another text."""
     text: str = request.path_params["number"]
     if not _is_number(text):
@@ -598,7 +601,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-def _state(release: release_pb2.Release) -> str:
+def _release_state(release: release_pb2.Release) -> str:
     return release_pb2.ReleaseState.Name(release.state).removeprefix("RELEASE_STATE_").lower()
 
 
@@ -606,7 +609,7 @@ def _space_state(space: gallery_pb2.SpaceInfo) -> str:
     return gallery_pb2.SpaceState.Name(space.state).removeprefix("SPACE_STATE_").lower()
 
 
-def _index(space: gallery_pb2.SpaceInfo) -> str:
+def _describe_index(space: gallery_pb2.SpaceInfo) -> str:
     """Describe how the vectors of a space are searched."""
     index = space.index
     if not space.HasField("index"):
@@ -617,7 +620,7 @@ def _index(space: gallery_pb2.SpaceInfo) -> str:
     return f"{text}; a graph is being made" if index.due else text
 
 
-def _moment(message: Any) -> str:
+def _format_end(message: Any) -> str:
     """Format `ends_at` of a message; empty if it is not set."""
     return (
         f"{message.ends_at.ToDatetime(UTC):%d %B %Y, %H:%M} UTC"

@@ -93,7 +93,7 @@ class Playground:
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
         """
-        query = _query(request, body)
+        query = _parse_query(request, body)
         parameters = request.query_params
         name, template = (
             parameters.get("gallery", ""),
@@ -112,14 +112,14 @@ class Playground:
                 answer = gateway.search(name, image=query, k=_HITS)
             gallery = gateway.get_gallery(name)
             columns = [
-                *self._older(gateway, gallery, answer, query),
+                *self._older_columns(gateway, gallery, answer, query),
                 ResultColumn(f"release {answer.release}, as it is served", answer.hits),
             ]
         return self._site.respond_with_page(
-            request, "columns.html.j2", columns=columns, url=lambda hit: _url(hit, template)
+            request, "columns.html.j2", columns=columns, url=lambda hit: _picture_url(hit, template)
         )
 
-    def _older(
+    def _older_columns(
         self,
         gateway: Gateway,
         gallery: gallery_pb2.Gallery,
@@ -150,12 +150,14 @@ class Playground:
                 columns.append(ResultColumn(title, no_answer_reason=str(error)))
         if len(pairs) == 1:
             columns.append(
-                ResultColumn(mixed_title, no_answer_reason=_never_meet(release, old.release))
+                ResultColumn(
+                    mixed_title, no_answer_reason=_not_searched_reason(release, old.release)
+                )
             )
         return columns
 
 
-def _query(request: Request, body: bytes) -> bytes | str:
+def _parse_query(request: Request, body: bytes) -> bytes | str:
     """Return the body as an image, or as a text.
 
     Raises:
@@ -171,7 +173,7 @@ def _query(request: Request, body: bytes) -> bytes | str:
         ) from error
 
 
-def _never_meet(release: release_pb2.Release, old: int) -> str:
+def _not_searched_reason(release: release_pb2.Release, old: int) -> str:
     return (
         f"Not searched: release {release.number} does not declare release {old} directly "
         f"searchable, so its queries never meet these vectors as they are. The release's matrix "
@@ -179,7 +181,7 @@ def _never_meet(release: release_pb2.Release, old: int) -> str:
     )
 
 
-def _url(hit: Hit, template: str) -> str:
+def _picture_url(hit: Hit, template: str) -> str:
     """Return the address of a hit's picture; empty if it is not an http(s) address.
 
     The address is the metadata `image_url`, else the template with {id} or {KEY} replaced.

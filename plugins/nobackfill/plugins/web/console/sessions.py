@@ -58,7 +58,7 @@ class ConsoleCaller(Gateway):
                 ("grpc.max_send_message_length", LARGEST_REQUEST),
             ],
         )
-        self._channel = channel if token is None else _bearing(channel, token)
+        self._channel = channel if token is None else _channel_with_token(channel, token)
 
 
 class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -81,7 +81,7 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
         return self._send(continuation, client_call_details, request)
 
 
-def _bearing(channel: grpc.Channel, token: str) -> grpc.Channel:
+def _channel_with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _Bearer(token))
 
 
@@ -363,7 +363,7 @@ class LoadMeter:
         Raises:
             Exception: any error of a collector of the metrics; no sample is taken.
         """
-        sample = self._sample()
+        sample = self._take_sample()
         with self._lock:
             # After a pause without samples, the window starts again.
             while (
@@ -378,13 +378,13 @@ class LoadMeter:
         return GatewayLoad(
             searches_per_second=total / seconds if sample.at > first.at else 0.0,
             failed_searches=round(sample.failed - first.failed),
-            p50_ms=_quantile(sorted(counts.items()), 0.5),
-            p99_ms=_quantile(sorted(counts.items()), 0.99),
+            p50_ms=_quantile_ms(sorted(counts.items()), 0.5),
+            p99_ms=_quantile_ms(sorted(counts.items()), 0.99),
             upgrade_share=sample.ratio,
             release=sample.release,
         )
 
-    def _sample(self) -> _Sample:
+    def _take_sample(self) -> _Sample:
         buckets: dict[float, float] = {}
         failed = ratio = release = 0.0
         for family in self._registry.collect():
@@ -404,7 +404,7 @@ class LoadMeter:
         return _Sample(time.monotonic(), buckets, failed, ratio, int(release))
 
 
-def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float | None:
+def _quantile_ms(counts: Sequence[tuple[float, float]], share: float) -> float | None:
     """Return a quantile in ms, as Prometheus' histogram_quantile: linear within a bucket."""
     total = counts[-1][1] if counts else 0.0
     if total <= 0:

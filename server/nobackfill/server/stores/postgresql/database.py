@@ -312,7 +312,7 @@ _MAX_TRIES = 8
 EF = 100
 
 
-def run(
+def execute(
     connection: Connection, statement: str, values: Sequence[Any] = (), *, filters: bool = False
 ) -> Any:
     """Execute a statement whose names are ours; values are bound.
@@ -474,8 +474,8 @@ class Database:
         with closing(self.connect()) as connection:
             try:
                 self._configure(connection)
-                run(connection, "SET idle_in_transaction_session_timeout = 0")
-                run(connection, "SET default_transaction_isolation = 'repeatable read'")
+                execute(connection, "SET idle_in_transaction_session_timeout = 0")
+                execute(connection, "SET default_transaction_isolation = 'repeatable read'")
                 with connection.transaction():
                     yield connection
             except psycopg.Error as error:
@@ -519,7 +519,9 @@ class Database:
                 if not snapshot:
                     return work(connection)
                 with connection.transaction():
-                    run(connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                    execute(
+                        connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+                    )
                     return work(connection)
 
         if self._own.reading:
@@ -576,7 +578,7 @@ class Database:
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def outside_transaction(self, work: Callable[[Connection], object]) -> None:
+    def run_outside_transaction(self, work: Callable[[Connection], object]) -> None:
         """Run work that begins and ends its own transactions, on one connection; again if that
         breaks.
 
@@ -648,12 +650,12 @@ class Database:
             self._own.endings.append(ending)
 
     def _commit(self, connection: Connection, work: Callable[[Connection], Result]) -> Result:
-        run(connection, "BEGIN")
+        execute(connection, "BEGIN")
         try:
             result = work(connection)
             signature = mark_transaction(connection, self._own.mark)
         except COLLISIONS as error:
-            run(connection, "ROLLBACK")
+            execute(connection, "ROLLBACK")
             raise _CollisionError from error
         except BaseException:
             if connection.closed:
@@ -661,10 +663,10 @@ class Database:
                 self._own.mark = None
             else:
                 with suppress(psycopg.Error):
-                    run(connection, "ROLLBACK")
+                    execute(connection, "ROLLBACK")
             raise
         try:
-            run(connection, "COMMIT")
+            execute(connection, "COMMIT")
         except COLLISIONS as error:
             raise _CollisionError from error
         except psycopg.Error as error:
@@ -731,7 +733,7 @@ class Database:
             ("hnsw.iterative_scan", "relaxed_order"), ("hnsw.ef_search", str(EF)),
             ("search_path", "public"),
         ):  # fmt: skip
-            run(connection, "SELECT set_config(%s, %s, false)", [name, value])
+            execute(connection, "SELECT set_config(%s, %s, false)", [name, value])
         # The search path that was set finds it, whatever the role's own path is.
         register_vector(connection)
         # As bytes, which many rows turn into one array (bulk.from_binary).

@@ -27,11 +27,11 @@ from nobackfill.gallery.store import (
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import sql_condition
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, execute
 from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
 from nobackfill.server.stores.postgresql.reads import Reads, storable_ids
-from nobackfill.server.stores.postgresql.schema import schema_of, table_of
-from nobackfill.server.stores.postgresql.writes import advance
+from nobackfill.server.stores.postgresql.schema import schema_name, table_name
+from nobackfill.server.stores.postgresql.writes import advance_frontier
 
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces_changed=True)
@@ -52,7 +52,7 @@ class PostgresqlGallery(Reads):
     """Store one gallery; implements GalleryStore."""
 
     def __init__(self, database: Database, number: int) -> None:
-        super().__init__(database, schema_of(number))
+        super().__init__(database, schema_name(number))
         self.number = number
         self._listeners: list[Callable[[Change], None]] = []
         self._reporting = threading.Lock()
@@ -73,15 +73,15 @@ class PostgresqlGallery(Reads):
 
         def work(connection: Connection) -> str | None:
             exists = "SELECT true FROM nobackfill.galleries WHERE number = %s"
-            if run(connection, exists, [self.number]).fetchone() is None:
+            if execute(connection, exists, [self.number]).fetchone() is None:
                 return None
             names = [f"{self.schema}.{name}" for name in ("items", "spaces", "state", "gate")]
             lookup = "SELECT name FROM unnest(%s::text[]) AS name WHERE to_regclass(name) IS NULL"
-            if missing := run(connection, lookup, [names]).fetchone():
+            if missing := execute(connection, lookup, [names]).fetchone():
                 return str(missing[0])
-            numbers = run(connection, f"SELECT number FROM {self.schema}.spaces")
-            tables = [table_of(self.schema, number) for (number,) in numbers]
-            missing = run(connection, lookup, [tables]).fetchone()
+            numbers = execute(connection, f"SELECT number FROM {self.schema}.spaces")
+            tables = [table_name(self.schema, number) for (number,) in numbers]
+            missing = execute(connection, lookup, [tables]).fetchone()
             return None if missing is None else str(missing[0])
 
         # CheckedVectors twice: another gateway may delete a space between two statements.
@@ -203,14 +203,14 @@ class PostgresqlGallery(Reads):
         checked = self._checked(vectors, len(ids), outdated=epoch is not None)
 
         def work(connection: Connection) -> Any:
-            if epoch is not None and rows.epoch_of(connection, self.number) != epoch:
+            if epoch is not None and rows.read_epoch(connection, self.number) != epoch:
                 raise OutdatedPlanError(
                     "another gateway has changed the gallery's spaces or settings since the items "
                     "were embedded; try again"
                 )
             for new in vectors:
                 rows.find_space(connection, self.schema, new.space)
-            return writes.insert(connection, self.schema, batch, checked)
+            return writes.insert_items(connection, self.schema, batch, checked)
 
         result, replaced, written = self._shared(work)
         with_metadata = metadata is not None
@@ -321,7 +321,7 @@ class PostgresqlGallery(Reads):
         condition = sql_condition(filtered)
 
         def work(connection: Connection) -> Labels:
-            cursor = run(
+            cursor = execute(
                 connection,
                 f"SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM {self.schema}.items i"
                 f" WHERE i.label = ANY(%s) AND ({condition.sql}) ORDER BY i.label FOR UPDATE",
@@ -443,8 +443,8 @@ class PostgresqlGallery(Reads):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         number = self.space(space).number
-        self.database.outside_transaction(
-            lambda connection: advance(connection, self.schema, number)
+        self.database.run_outside_transaction(
+            lambda connection: advance_frontier(connection, self.schema, number)
         )
 
     def flip(
@@ -549,7 +549,7 @@ class PostgresqlGallery(Reads):
         """
         return self.database.read(
             lambda connection: GallerySnapshot(
-                rows.epoch_of(connection, self.number),
+                rows.read_epoch(connection, self.number),
                 tuple(rows.read_spaces(connection, self.schema)),
                 rows.read_state_values(connection, self.schema),
             ),
@@ -575,7 +575,7 @@ class PostgresqlGallery(Reads):
         return self.database.read(
             lambda connection: [
                 item_from_row(row)
-                for row in run(
+                for row in execute(
                     connection,
                     "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
                     f" FROM {self.schema}.items i JOIN {table} v USING (label)"
@@ -615,7 +615,9 @@ class PostgresqlGalleries:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = "SELECT name FROM nobackfill.galleries ORDER BY name"
-        return self.database.read(lambda connection: [name for (name,) in run(connection, query)])
+        return self.database.read(
+            lambda connection: [name for (name,) in execute(connection, query)]
+        )
 
     def open(self, name: str) -> PostgresqlGallery:
         """Open a gallery; see GalleryStorage.open.
@@ -668,19 +670,19 @@ class PostgresqlGalleries:
                 raise AlreadyExistsError(
                     f"gallery {name!r} exists already in this database; choose another name"
                 )
-            number = run(
+            number = execute(
                 connection,
                 "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number",
                 [name],
             ).fetchone()[0]
-            schema_name = schema.schema_of(number)
+            schema_name = schema.schema_name(number)
             schema.create_gallery(connection, number, specs[0])
             for spec in specs[1:]:
                 writes.create_staging_space(connection, schema_name, spec)
                 writes.flip(connection, schema_name, spec.space, leave_behind=False)
             for info in rows.read_spaces(connection, schema_name):
                 for statement in schema.index_statements(schema_name, info.number, info.spec):
-                    run(connection, statement)
+                    execute(connection, statement)
             rows.set_state(connection, schema_name, state)
             notify_gateways(connection)
             return int(number)
@@ -702,7 +704,7 @@ class PostgresqlGalleries:
         """
 
         def work(connection: Connection) -> None:
-            row = run(
+            row = execute(
                 connection,
                 "DELETE FROM nobackfill.galleries WHERE name = %s RETURNING number",
                 [name],
@@ -715,7 +717,7 @@ class PostgresqlGalleries:
 
 
 def _number(connection: Connection, name: str) -> int | None:
-    row = run(
+    row = execute(
         connection, "SELECT number FROM nobackfill.galleries WHERE name = %s", [name]
     ).fetchone()
     return None if row is None else int(row[0])

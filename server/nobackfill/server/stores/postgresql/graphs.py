@@ -18,15 +18,15 @@ from nobackfill.server.stores.postgresql.database import (
     EF,
     Connection,
     Database,
-    run,
+    execute,
     translate_error,
 )
 from nobackfill.server.stores.postgresql.rows import copy_out, labels_condition, random_labels
-from nobackfill.server.stores.postgresql.schema import MOST_HALF, index_statements, table_of
+from nobackfill.server.stores.postgresql.schema import MOST_HALF, index_statements, table_name
 from nobackfill.server.stores.postgresql.search import (
     MAX_EF,
     SpaceTable,
-    by_graph,
+    search_graph,
     set_candidate_count,
 )
 from nobackfill.vectors import Vectors
@@ -106,13 +106,13 @@ def draw_probes(
         psycopg.Error: a statement failed.
         NobackfillError: whatever `check_stop` raises.
     """
-    table, spec = table_of(schema, info.number), info.spec
+    table, spec = table_name(schema, info.number), info.spec
     sample = random_labels(connection, table, PROBES)
     queries = copy_out(connection, table, labels_condition(sample), spec.dim)[1]
     if spec.metric == "cosine":
         # A zero vector is never searched by a graph: every row is read for it.
         queries = queries[queries.any(axis=1)]
-    first, last = run(
+    first, last = execute(
         connection, f"SELECT coalesce(min(label), 1), coalesce(max(label), 0) FROM {table}"
     ).fetchone()
     step = max(1, _NUMBERS // spec.dim)
@@ -199,7 +199,7 @@ def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
     if info.spec.dim > MOST_HALF:
         return True
     row = database.read(
-        lambda connection: run(
+        lambda connection: execute(
             connection,
             "SELECT i.indisvalid FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -231,9 +231,9 @@ def build_graph(database: Database, schema: str, info: SpaceInfo) -> None:
     try:
         # Outside the pool, because it may take hours.
         with database.connect() as connection:
-            run(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {schema}.{graph_name(info)}")
+            execute(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {schema}.{graph_name(info)}")
             for statement in statements:
-                run(connection, statement)
+                execute(connection, statement)
     except psycopg.Error as error:
         raise translate_error(error) or error from error
 
@@ -271,13 +271,13 @@ def measure_recall(
         probes = draw_probes(connection, schema, info, check_stop)
         # A sequential scan, which PostgreSQL prefers for few rows, would say nothing about the
         # graph.
-        run(connection, "SET LOCAL enable_seqscan = off")
-        run(connection, "SET LOCAL enable_sort = off")
+        execute(connection, "SET LOCAL enable_seqscan = off")
+        execute(connection, "SET LOCAL enable_sort = off")
         for width in _WIDTHS:
             set_candidate_count(connection, width)
             answers = []
             for query in probes.queries:
-                answers.append(by_graph(connection, table, query, K))
+                answers.append(search_graph(connection, table, query, K))
                 check_stop()
             if (recall := probes.recall(answers)) >= RECALL:
                 break

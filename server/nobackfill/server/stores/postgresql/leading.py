@@ -25,7 +25,12 @@ from nobackfill.server.state import (
     State,
     parse_state,
 )
-from nobackfill.server.stores.postgresql.database import Connection, Database, run, translate_error
+from nobackfill.server.stores.postgresql.database import (
+    Connection,
+    Database,
+    execute,
+    translate_error,
+)
 
 _LEAD = "SELECT pg_try_advisory_lock(hashtext('nobackfill.lead'))"
 _RELEASES = "SELECT pg_advisory_lock(hashtext('nobackfill.releases'))"
@@ -104,13 +109,13 @@ def take_leadership(database: Database) -> DatabaseLeadership | None:
     if connection is None:
         return None
     try:
-        return DatabaseLeadership(database, connection, new_term(database))
+        return DatabaseLeadership(database, connection, begin_term(database))
     except BaseException:
         connection.close()
         raise
 
 
-def new_term(database: Database) -> int:
+def begin_term(database: Database) -> int:
     """Begin a new term; every earlier lead is over.
 
     Within `Database.transact` it begins with the commit.
@@ -124,7 +129,7 @@ def new_term(database: Database) -> int:
         BusyError: the row is locked for too long, or this gateway may not write.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
-    return int(database.write(lambda connection: run(connection, _NEW_TERM).fetchone()[0]))
+    return int(database.write(lambda connection: execute(connection, _NEW_TERM).fetchone()[0]))
 
 
 def check_term(database: Database, term: int) -> None:
@@ -144,7 +149,7 @@ def check_term(database: Database, term: int) -> None:
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
-    if database.read(lambda connection: run(connection, query).fetchone()[0]) != term:
+    if database.read(lambda connection: execute(connection, query).fetchone()[0]) != term:
         raise LeadershipLostError(
             "another gateway leads the activation now, so this one changed nothing; follow it with "
             "`gateway watch`"
@@ -172,8 +177,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
         # With a timeout of 0, PostgreSQL would wait without end.
         wait_ms = f"{max(1, int(1000 * seconds))}"
         try:
-            run(connection, "SELECT set_config('lock_timeout', %s, false)", [wait_ms])
-            run(connection, _RELEASES)
+            execute(connection, "SELECT set_config('lock_timeout', %s, false)", [wait_ms])
+            execute(connection, _RELEASES)
         except pg.LockNotAvailable as error:
             raise BusyError(
                 "another gateway activates, rolls back or retires a release; try again in a few "
@@ -187,8 +192,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
 def _try_lock(database: Database) -> Connection | None:
     connection = database.connect()
     try:
-        run(connection, _ALIVE)
-        if run(connection, _LEAD).fetchone()[0]:
+        execute(connection, _ALIVE)
+        if execute(connection, _LEAD).fetchone()[0]:
             return connection
     except psycopg.Error as error:
         connection.close()
@@ -198,7 +203,7 @@ def _try_lock(database: Database) -> Connection | None:
 
 
 def _term(connection: Connection) -> int:
-    return int(run(connection, "SELECT term FROM nobackfill.gateway").fetchone()[0])
+    return int(execute(connection, "SELECT term FROM nobackfill.gateway").fetchone()[0])
 
 
 # GatewayDatabaseLock: gateways that serve from a database share an advisory lock, each by a
@@ -269,7 +274,7 @@ class GatewayDatabaseLock:
         while not self._stopping.wait(_CHECK_SECONDS):
             try:
                 if lock is not None:
-                    run(lock, "SELECT 1")
+                    execute(lock, "SELECT 1")
                     continue
                 lock = self._try_lock()
                 if lock is None:
@@ -294,8 +299,8 @@ class GatewayDatabaseLock:
 
     def _try_lock(self) -> Connection | None:
         connection = self._database.connect()
-        if run(connection, self._lock).fetchone()[0]:
-            (self._database.leader_pid,) = run(connection, "SELECT pg_backend_pid()").fetchone()
+        if execute(connection, self._lock).fetchone()[0]:
+            (self._database.leader_pid,) = execute(connection, "SELECT pg_backend_pid()").fetchone()
             return connection
         connection.close()
         return None
@@ -316,7 +321,7 @@ def notify_gateways(connection: Connection) -> None:
     Raises:
         psycopg.Error: the connection or its transaction is broken; the caller translates it.
     """
-    run(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
+    execute(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
 
 def record_gallery_change(connection: Connection, number: int) -> None:
@@ -328,7 +333,7 @@ def record_gallery_change(connection: Connection, number: int) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    run(
+    execute(
         connection,
         "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s",
         [number],
@@ -361,7 +366,7 @@ class CommitNotifications:
         try:
             if self._connection is None:
                 self._connection = self._database.connect()
-                run(self._connection, f"LISTEN {_CHANNEL}")
+                execute(self._connection, f"LISTEN {_CHANNEL}")
                 # Return at once: commits before the LISTEN were not notified.
                 return
             for _ in self._connection.notifies(timeout=seconds, stop_after=1):
@@ -410,7 +415,7 @@ class DatabaseState(GatewayState):
         self._update_lock = threading.Lock()
         self._epoch = -1
         query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway"
-        epoch, value, writer = database.read(lambda c: run(c, query).fetchone())
+        epoch, value, writer = database.read(lambda c: execute(c, query).fetchone())
         super().__init__(_state(value, writer))
         self._epoch = epoch
 
@@ -435,7 +440,7 @@ class DatabaseState(GatewayState):
             " (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number, epoch)), '{}')"
             " FROM nobackfill.galleries) FROM nobackfill.gateway"
         )
-        epoch, value, writer, marks = self._database.read(lambda c: run(c, query).fetchone())
+        epoch, value, writer, marks = self._database.read(lambda c: execute(c, query).fetchone())
         self._update(epoch, _state(value, writer))
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
@@ -465,16 +470,16 @@ class DatabaseState(GatewayState):
 
         def work(connection: Connection) -> tuple[int, State]:
             query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway FOR UPDATE"
-            epoch, value, writer = run(connection, query).fetchone()
+            epoch, value, writer = execute(connection, query).fetchone()
             state = _state(value, writer)
             new = State.model_validate({**dict(state), **values_of(state)})
-            run(
+            execute(
                 connection,
                 "UPDATE nobackfill.gateway SET value = %s, epoch = epoch + 1",
                 [new.model_dump_json()],
             )
             if writer != (own := version("nobackfill")):
-                run(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
+                execute(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
             notify_gateways(connection)
             return epoch + 1, new
 
@@ -550,7 +555,7 @@ class DatabaseState(GatewayState):
         """
 
         def work() -> None:
-            new_term(self._database)
+            begin_term(self._database)
             self.revise(lambda _now: {"activation": None})
 
         self._database.transact(work)
@@ -581,7 +586,9 @@ class DatabaseState(GatewayState):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = "SELECT value FROM nobackfill.jobs WHERE gallery = %s"
-        row = self._database.read(lambda connection: run(connection, query, [gallery]).fetchone())
+        row = self._database.read(
+            lambda connection: execute(connection, query, [gallery]).fetchone()
+        )
         return None if row is None else str(row[0])
 
     def save_job(self, gallery: str, job: str | None) -> None:
@@ -603,16 +610,16 @@ class DatabaseState(GatewayState):
         )
         if job is None:
             remove = "DELETE FROM nobackfill.jobs WHERE gallery = %s"
-            self._database.write(lambda connection: run(connection, remove, [gallery]))
+            self._database.write(lambda connection: execute(connection, remove, [gallery]))
         else:
-            self._database.write(lambda connection: run(connection, statement, [gallery, job]))
+            self._database.write(lambda connection: execute(connection, statement, [gallery, job]))
 
     def _keep_deed(self, deed: AuditEntry) -> None:
         statement = (
             "INSERT INTO nobackfill.audit (at, who, what, of_what)"
             " VALUES (to_timestamp(%s), %s, %s, %s)"
         )
-        self._database.write(lambda connection: run(connection, statement, list(deed)))
+        self._database.write(lambda connection: execute(connection, statement, list(deed)))
 
     def audit_entries(self) -> list[AuditEntry]:
         """Return the latest entries of the audit, at most MAX_AUDIT_ENTRIES, latest last; empty
@@ -627,7 +634,7 @@ class DatabaseState(GatewayState):
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"
             " FROM nobackfill.audit ORDER BY number DESC LIMIT %s"
         )
-        rows = self._database.read(lambda c: run(c, query, [MAX_AUDIT_ENTRIES]).fetchall())
+        rows = self._database.read(lambda c: execute(c, query, [MAX_AUDIT_ENTRIES]).fetchall())
         return [AuditEntry(*row) for row in reversed(rows)]
 
 

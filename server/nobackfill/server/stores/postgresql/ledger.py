@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from nobackfill.gallery.filters import Matches
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.leading import HOLDERS
-from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.schema import table_name
 
 # A claim is free again once its gateway has ended, or after so many seconds if that is unknown: its
 # machine is gone, or it has an older version.
@@ -63,23 +63,23 @@ class DatabaseLedger:
 
     def __init__(self, gallery: PostgresqlGallery, space: str) -> None:
         self._database, self._schema = gallery.database, gallery.schema
-        self._table = table_of(gallery.schema, gallery.space(space).number)
+        self._table = table_name(gallery.schema, gallery.space(space).number)
         self._next_count, self._count = 0.0, -1
 
         def work(connection: Connection) -> None:
             # Two creations at the same time would make the second one fail.
-            run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill.healing'))")
+            execute(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill.healing'))")
             for statement in _TABLES.split(";"):
                 self._run(connection, statement)
 
         self._database.write(work)
 
     def _run(self, connection: Connection, statement: str, *values: object) -> Any:
-        return run(connection, statement.replace("{schema}", self._schema), values)
+        return execute(connection, statement.replace("{schema}", self._schema), values)
 
-    def load(self) -> None:
+    def load_origins(self) -> None:
         """Count the migrated items of the space, if that is due, however long it takes; see
-        HealingLedger.load.
+        HealingLedger.load_origins.
 
         Until both 1 s and 50 times the duration of the last count have passed, it does nothing.
         After an error the earlier number stays, and the next call counts again.
@@ -94,7 +94,7 @@ class DatabaseLedger:
         if began >= self._next_count:
             statement = f"SELECT count(*) FROM {self._table} WHERE origin = 'upgraded'"
             self._count = self._database.read(
-                lambda connection: int(run(connection, statement).fetchone()[0])
+                lambda connection: int(execute(connection, statement).fetchone()[0])
             )
             ended = time.monotonic()
             self._next_count = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
@@ -103,12 +103,12 @@ class DatabaseLedger:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet; see HealingLedger.count_migrated.
 
-        It is the number of the last `load`, and not changed by claims. It reads memory
+        It is the number of the last `load_origins`, and not changed by claims. It reads memory
         only.
         """
         return None if self._count < 0 else self._count
 
-    def native(self, matches: Matches | None) -> Matches | None:
+    def native_matches(self, matches: Matches | None) -> Matches | None:
         """Return None: with few native items a graph search would end early, and every row be
         compared.
         """
@@ -215,9 +215,9 @@ class DatabaseLedger:
 
         self._database.write(work)
 
-    def requested(self, count: int) -> list[int]:
+    def requested_labels(self, count: int) -> list[int]:
         """Return labels that queries requested in vain, most often first; see
-        HealingLedger.requested.
+        HealingLedger.requested_labels.
 
         Args:
             count: most labels; 0 gives none.

@@ -23,7 +23,7 @@ from nobackfill.gallery.store import is_storable_text
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, execute
 from nobackfill.server.stores.postgresql.rows import (
     copy_in,
     copy_out,
@@ -32,9 +32,13 @@ from nobackfill.server.stores.postgresql.rows import (
     labels_condition,
     read_spaces,
 )
-from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.schema import table_name
 from nobackfill.server.stores.postgresql.search import PostgresqlMatches
-from nobackfill.server.stores.postgresql.writes import frontier, labels_in_table, left_behind
+from nobackfill.server.stores.postgresql.writes import (
+    count_left_behind,
+    labels_in_table,
+    read_frontier,
+)
 from nobackfill.vectors import Vectors
 
 # Labels that are read at once: few enough that several workers get some.
@@ -74,11 +78,11 @@ class PostgresqlWindows:
         self._source = database.read(lambda connection: find_space(connection, schema, source))
         spaces = database.read(lambda connection: read_spaces(connection, schema))
         target_numbers = [info.number for info in spaces if info.spec.space == target.space]
-        self._table = table_of(schema, self._source.number)
+        self._table = table_name(schema, self._source.number)
         self._target, self._frontier = "", 0
         if target_numbers:
-            self._target = table_of(schema, target_numbers[0])
-            self._frontier = database.read(lambda c: frontier(c, schema, target_numbers[0]))
+            self._target = table_name(schema, target_numbers[0])
+            self._frontier = database.read(lambda c: read_frontier(c, schema, target_numbers[0]))
         self._passes = plan_side_passes(self._source.spec, target, needs_side=needs_side)
 
     def chunks(
@@ -158,14 +162,14 @@ class PostgresqlWindows:
             query += (
                 self._lacking(self._frontier) + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
             )
-            yield self._database.read(lambda c: label_column(run(c, query)))
+            yield self._database.read(lambda c: label_column(execute(c, query)))
             return
         last = self._frontier
         while True:
 
             def page(connection: Connection, label: int = last) -> Labels:
                 condition = f"{self._lacking(label)} ORDER BY s.label LIMIT {_LABELS}"
-                return label_column(run(connection, query + condition))
+                return label_column(execute(connection, query + condition))
 
             labels = self._database.read(page)
             if not len(labels):
@@ -251,7 +255,7 @@ class Reads:
         )
 
     def _table(self, space: str) -> str:
-        return table_of(self.schema, self.space(space).number)
+        return table_name(self.schema, self.space(space).number)
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
         """Return the labels of the ids that exist, int64, increasing; others are skipped; see
@@ -268,7 +272,7 @@ class Reads:
         """
         query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
         return self.database.read(
-            lambda connection: rows.label_column(run(connection, query, [storable_ids(ids)]))
+            lambda connection: rows.label_column(execute(connection, query, [storable_ids(ids)]))
         )
 
     def get(self, item_id: str) -> StoredItem | None:
@@ -286,7 +290,7 @@ class Reads:
 
     def _items_where(self, where: str, values: Sequence[Any], limit: int) -> list[StoredItem]:
         return self.database.read(
-            lambda connection: rows.items_where(connection, self.schema, where, values, limit)
+            lambda connection: rows.read_items_where(connection, self.schema, where, values, limit)
         )
 
     def items(
@@ -311,7 +315,7 @@ class Reads:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return self.database.read(
-            lambda connection: rows.items(connection, self.schema, labels, space)
+            lambda connection: rows.read_items(connection, self.schema, labels, space)
         )
 
     def count(self, space: str | None = None) -> int:
@@ -326,7 +330,9 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return self.database.read(lambda connection: rows.count(connection, self.schema, space))
+        return self.database.read(
+            lambda connection: rows.count_rows(connection, self.schema, space)
+        )
 
     def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
@@ -342,7 +348,7 @@ class Reads:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         info = self.space(space)
-        table = table_of(self.schema, info.number)
+        table = table_name(self.schema, info.number)
         return self.database.read(
             lambda connection: copy_out(connection, table, "TRUE", info.spec.dim)
         )[:2]
@@ -362,7 +368,7 @@ class Reads:
         return found if len(found) else None
 
     def _vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
-        table = table_of(self.schema, info.number)
+        table = table_name(self.schema, info.number)
         return self.database.read(
             lambda connection: copy_out(connection, table, labels_condition(labels), info.spec.dim)
         )[1]
@@ -408,7 +414,9 @@ class Reads:
         with self.database.snapshot() as connection:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
             after = 0
-            while items := rows.items_where(connection, self.schema, "i.label > %s", [after], size):
+            while items := rows.read_items_where(
+                connection, self.schema, "i.label > %s", [after], size
+            ):
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 stored = [rows.stored_rows(connection, self.schema, labels, info) for info in infos]
@@ -469,7 +477,7 @@ class Reads:
         places = self.database.read(
             lambda connection: [
                 ListingPosition(*row)
-                for row in run(connection, query, values, filters=condition is not ALWAYS_TRUE)
+                for row in execute(connection, query, values, filters=condition is not ALWAYS_TRUE)
             ]
         )
         items = self.items([place.label for place in places], space)
@@ -502,7 +510,7 @@ class Reads:
             f" LEFT JOIN {self._table(space)} v ON v.label = i.label"
             " WHERE i.facets ? %s ORDER BY f.kind, e.value, i.label"
         )
-        found = self.database.read(lambda c: run(c, query, [key, key]).fetchall())
+        found = self.database.read(lambda c: execute(c, query, [key, key]).fetchall())
         return [
             build_metadata_group(kind, value, [row[2:] for row in members])
             for (kind, value), members in groupby(found, key=lambda row: row[:2])
@@ -552,7 +560,7 @@ class Reads:
         """
         info = self.space(space)
         return self.database.read(
-            lambda connection: left_behind(connection, self.schema, info.number)
+            lambda connection: count_left_behind(connection, self.schema, info.number)
         )
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
@@ -575,11 +583,11 @@ class Reads:
         number = self.space(space).number
 
         def work(connection: Connection) -> list[StoredItem]:
-            last = frontier(connection, self.schema, number)
-            table = table_of(self.schema, number)
+            last = read_frontier(connection, self.schema, number)
+            table = table_name(self.schema, number)
             there = f"SELECT 1 FROM {table} v WHERE v.label = i.label AND v.label > %s"
             where = f"i.label > %s AND NOT EXISTS ({there})"
-            return rows.items_where(connection, self.schema, where, [last, last], limit)
+            return rows.read_items_where(connection, self.schema, where, [last, last], limit)
 
         return self.database.read(work)
 
@@ -608,12 +616,12 @@ class Reads:
         first, second = self.space(space), self.space(other)
 
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
-            drawn = rows.random_labels(connection, table_of(self.schema, second.number), count)
-            labels = labels_in_table(connection, table_of(self.schema, first.number), drawn)
+            drawn = rows.random_labels(connection, table_name(self.schema, second.number), count)
+            labels = labels_in_table(connection, table_name(self.schema, first.number), drawn)
             pair = [
                 copy_out(
                     connection,
-                    table_of(self.schema, info.number),
+                    table_name(self.schema, info.number),
                     labels_condition(labels),
                     info.spec.dim,
                 )[1]
@@ -682,7 +690,7 @@ def storable_ids(ids: Sequence[str]) -> list[str]:
 def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:
     """Return the bytes of some vectors in a table that is deleted with the transaction."""
     with connection.transaction():
-        run(
+        execute(
             connection,
             "CREATE TEMPORARY TABLE probe (label bigint PRIMARY KEY, origin text NOT NULL,"
             f" uncertainty double precision, embedding vector({target.dim:d}) NOT NULL, side bytea)"
@@ -692,7 +700,7 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
             connection, "probe", labels, "upgraded", carried.uncertainty, carried.embedding,
             carried.side,
         )  # fmt: skip
-        cursor = run(connection, "SELECT pg_total_relation_size('probe')")
+        cursor = execute(connection, "SELECT pg_total_relation_size('probe')")
         return int(cursor.fetchone()[0])
 
 

@@ -12,8 +12,8 @@ from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, select_space
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, draw_labels, item_from_row
-from nobackfill.server.stores.postgresql.database import Connection, run
-from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.database import Connection, execute
+from nobackfill.server.stores.postgresql.schema import table_name
 from nobackfill.vectors import Vectors
 
 # Vectors use COPY's binary format: rows of one layout are one structured array, so no row passes
@@ -179,7 +179,7 @@ def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    rows = run(
+    rows = execute(
         connection,
         "SELECT space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
         f" FROM {schema}.spaces ORDER BY number",
@@ -197,7 +197,7 @@ def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
     return select_space(read_spaces(connection, schema), space)
 
 
-def items(
+def read_items(
     connection: Connection, schema: str, labels: Sequence[int] | Labels, space: str | None
 ) -> list[StoredItem | None]:
     """Return items in the order of `labels`; None for missing ones.
@@ -219,9 +219,9 @@ def items(
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
-        table = table_of(schema, find_space(connection, schema, space).number)
+        table = table_name(schema, find_space(connection, schema, space).number)
         of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v USING (label)"
-    rows = run(
+    rows = execute(
         connection,
         f"SELECT {_ITEM}, {of_vector} FROM {schema}.items i {join} WHERE i.label = ANY(%s)",
         [wanted],
@@ -230,7 +230,7 @@ def items(
     return [found.get(label) for label in wanted]
 
 
-def items_where(
+def read_items_where(
     connection: Connection, schema: str, where: str, values: Sequence[Any], limit: int
 ) -> list[StoredItem]:
     """Return the items `i` that fulfil a condition, by label.
@@ -249,7 +249,7 @@ def items_where(
         psycopg.Error: the statement fails, as without the table; the caller translates it.
         DamagedError: an item's id, digest or metadata is not valid.
     """
-    rows = run(
+    rows = execute(
         connection,
         f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
         [*values, limit],
@@ -257,7 +257,7 @@ def items_where(
     return [item_from_row(row) for row in rows]
 
 
-def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
+def read_facets(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
     """Return the filter data (conditions.py) of items, by label; missing ones are left out.
 
     Returns:
@@ -267,10 +267,10 @@ def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[in
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     query = f"SELECT label, facets FROM {schema}.items WHERE label = ANY(%s)"
-    return dict(run(connection, query, [labels.tolist()]).fetchall())
+    return dict(execute(connection, query, [labels.tolist()]).fetchall())
 
 
-def count(connection: Connection, schema: str, space: str | None) -> int:
+def count_rows(connection: Connection, schema: str, space: str | None) -> int:
     """Return the number of items, or of vectors in a space.
 
     It reads the whole table or an index of it.
@@ -286,8 +286,8 @@ def count(connection: Connection, schema: str, space: str | None) -> int:
     """
     table = f"{schema}.items"
     if space is not None:
-        table = table_of(schema, find_space(connection, schema, space).number)
-    total: int = run(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
+        table = table_name(schema, find_space(connection, schema, space).number)
+    total: int = execute(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
     return total
 
 
@@ -305,9 +305,9 @@ def stored_rows(
     """
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
-        f" FROM {table_of(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
+        f" FROM {table_name(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
     )
-    found = run(connection, query, [labels.tolist()]).fetchall()
+    found = execute(connection, query, [labels.tolist()]).fetchall()
     columns = [[row[place] for row in found] for place in range(5)]
     return StoredVectors(
         np.array(columns[0], np.int64), columns[1], columns[2],
@@ -327,7 +327,7 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
         count: most labels to draw, at least 1.
 
     Returns:
-        Different labels, int64, increasing: at least half of `count`, or all if the table has
+        Different labels, int64, increasing: at least half of `count_rows`, or all if the table has
         fewer; none of an empty table.
 
     Raises:
@@ -339,24 +339,24 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
             "SELECT DISTINCT near.label FROM unnest(%s::bigint[]) AS drawn, LATERAL (SELECT label"
             f" FROM {table} WHERE label >= drawn ORDER BY label LIMIT 1) near ORDER BY near.label"
         )
-        return label_column(run(connection, query, [candidates]))
+        return label_column(execute(connection, query, [candidates]))
 
     def shuffled() -> Labels:
         query = f"SELECT label FROM {table} ORDER BY random() LIMIT %s"
-        return label_column(run(connection, query, [count]))
+        return label_column(execute(connection, query, [count]))
 
-    bounds = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
+    bounds = execute(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
     return draw_labels(bounds, count, following, shuffled)
 
 
-def epoch_of(connection: Connection, number: int) -> int:
+def read_epoch(connection: Connection, number: int) -> int:
     """Return the epoch of a gallery's spaces and state.
 
     Raises:
         NotFoundError: the gallery was deleted.
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    row = run(
+    row = execute(
         connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
     ).fetchone()
     if row is None:
@@ -375,7 +375,7 @@ def read_state_values(connection: Connection, schema: str) -> dict[str, Any]:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    return {key: json.loads(value) for key, value in run(connection, _STATES.format(schema))}
+    return {key: json.loads(value) for key, value in execute(connection, _STATES.format(schema))}
 
 
 def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) -> None:
@@ -391,10 +391,10 @@ def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) ->
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     for key, value in values.items():
-        run(connection, f"DELETE FROM {schema}.state WHERE key = %s", [key])
+        execute(connection, f"DELETE FROM {schema}.state WHERE key = %s", [key])
         if value is not None:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            run(connection, f"INSERT INTO {schema}.state VALUES (%s, %s)", [key, text])
+            execute(connection, f"INSERT INTO {schema}.state VALUES (%s, %s)", [key, text])
 
 
 _STATES = "SELECT key, value FROM {}.state"

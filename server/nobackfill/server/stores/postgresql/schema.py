@@ -24,7 +24,7 @@ from importlib.metadata import version
 from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, describe_writer
 from nobackfill.gallery.spec import SpaceSpec, State
 from nobackfill.server.stores.postgresql import database
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 
 # The format of a database, made step by step, and taken back the same way.
 #
@@ -118,17 +118,17 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         BusyError: the database must be converted, and a gateway serves from it.
         psycopg.Error: a statement fails, as without rights.
     """
-    run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
+    execute(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
     for statement in _FIRST.split(";"):
-        run(connection, statement)
+        execute(connection, statement)
     # This table belongs to no format: a version without it is not disturbed, and does not keep it.
     if to == FORMAT:
-        run(connection, database.TABLE)
+        execute(connection, database.TABLE)
     # As JSON: versions before this one made no column of the writer.
     query = "SELECT version, to_jsonb(f) ->> 'written_by' FROM nobackfill.format f"
-    row = run(connection, query).fetchone()
+    row = execute(connection, query).fetchone()
     if row is None:
-        run(connection, "INSERT INTO nobackfill.format VALUES (1)")
+        execute(connection, "INSERT INTO nobackfill.format VALUES (1)")
     found = 1 if row is None else int(row[0])
     if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
         raise ConfigurationError(
@@ -141,11 +141,11 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         " AND attrelid = 'nobackfill.format'::regclass"
     )
     # Looked at first: the lock of a change that changes nothing makes all gateways wait.
-    if to == FORMAT and not run(connection, noted).fetchone()[0]:
-        run(connection, "ALTER TABLE nobackfill.format ADD COLUMN written_by text")
+    if to == FORMAT and not execute(connection, noted).fetchone()[0]:
+        execute(connection, "ALTER TABLE nobackfill.format ADD COLUMN written_by text")
     if found == to:
         return found
-    if not run(
+    if not execute(
         connection, "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
     ).fetchone()[0]:
         raise BusyError(
@@ -156,11 +156,11 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     steps += [_STEPS[step].backward for step in range(found, to, -1)]
     for statements in steps:
         for statement in statements:
-            run(connection, statement)
+            execute(connection, statement)
     if to < FORMAT:
-        run(connection, database.DROP)
-        run(connection, "ALTER TABLE nobackfill.format DROP COLUMN IF EXISTS written_by")
-    run(connection, "UPDATE nobackfill.format SET version = %s", [to])
+        execute(connection, database.DROP)
+        execute(connection, "ALTER TABLE nobackfill.format DROP COLUMN IF EXISTS written_by")
+    execute(connection, "UPDATE nobackfill.format SET version = %s", [to])
     return 0 if row is None else found
 
 
@@ -224,9 +224,9 @@ def prepare(connection: Connection) -> None:
             "ENCODING 'UTF8' TEMPLATE template0, and name it with --store"
         )
     with connection.transaction():
-        run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
-        run(connection, "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
-        version, place = run(
+        execute(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
+        execute(connection, "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
+        version, place = execute(
             connection,
             "SELECT extversion, extnamespace::regnamespace::text FROM pg_extension"
             " WHERE extname = 'vector'",
@@ -245,7 +245,7 @@ def prepare(connection: Connection) -> None:
         database.delete_old_marks(connection)
 
 
-def schema_of(number: int) -> str:
+def schema_name(number: int) -> str:
     """Return the name of a gallery's schema.
 
     The gallery need not exist.
@@ -262,9 +262,9 @@ def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None
         InvalidInputError: the space has no dimension, or more than MOST_DIM.
         psycopg.Error: a statement fails, as if the schema exists; the caller translates it.
     """
-    schema = schema_of(number)
+    schema = schema_name(number)
     for statement in _GALLERY.format(schema=schema).split(";"):
-        run(connection, statement)
+        execute(connection, statement)
     add_space(connection, schema, spec, "active")
 
 
@@ -277,10 +277,10 @@ def drop_gallery(connection: Connection, number: int) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    run(connection, f"DROP SCHEMA IF EXISTS {schema_of(number)} CASCADE")
+    execute(connection, f"DROP SCHEMA IF EXISTS {schema_name(number)} CASCADE")
 
 
-def table_of(schema: str, number: int) -> str:
+def table_name(schema: str, number: int) -> str:
     """Return the name of a space's table.
 
     The table need not exist. The name needs no quotes.
@@ -306,7 +306,7 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
             f"release {spec.release}: pgvector stores vectors of up to {MOST_DIM} dimensions, but "
             f"this release has {spec.dim}; store the galleries in files with --store sqlite:FOLDER"
         )
-    number = run(
+    number = execute(
         connection,
         f"INSERT INTO {schema}.spaces (space, release, dim, metric, unit, side_space, side_dim,"
         " state, activated) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s) RETURNING number",
@@ -315,10 +315,11 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
             spec.side_dim, state, int(state == "active"),
         ],
     ).fetchone()[0]  # fmt: skip
-    run(
+    execute(
         connection,
-        f"CREATE TABLE {table_of(schema, number)} (label bigint PRIMARY KEY, origin text NOT NULL,"
-        f" uncertainty double precision, embedding vector({spec.dim:d}) NOT NULL, side bytea)",
+        f"CREATE TABLE {table_name(schema, number)} (label bigint PRIMARY KEY,"
+        " origin text NOT NULL, uncertainty double precision,"
+        f" embedding vector({spec.dim:d}) NOT NULL, side bytea)",
     )
 
 
@@ -347,7 +348,7 @@ def index_statements(
     column = f"(embedding::halfvec({spec.dim:d}))" if half else "embedding"
     operators = f"{kind}_{'l2' if spec.metric == 'squared_l2' else 'cosine'}_ops"
     return [
-        f"CREATE INDEX {concurrently} vectors_{number:d}_graph ON {table_of(schema, number)}"
+        f"CREATE INDEX {concurrently} vectors_{number:d}_graph ON {table_name(schema, number)}"
         f" USING hnsw (({column}) {operators})"
         f" WITH (m = {M}, ef_construction = {EF_CONSTRUCTION})"
     ]

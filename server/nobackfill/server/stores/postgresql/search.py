@@ -24,13 +24,13 @@ from nobackfill.gallery.search.index import (
 )
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition, sql_condition
-from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
+from nobackfill.server.stores.postgresql.database import EF, Connection, Database, execute
 from nobackfill.server.stores.postgresql.rows import from_binary, label_column, to_binary
 from nobackfill.server.stores.postgresql.schema import (
     MOST_HALF,
     MOST_INDEXED,
-    schema_of,
-    table_of,
+    schema_name,
+    table_name,
 )
 from nobackfill.server.stores.postgresql.writes import few_missing_labels
 from nobackfill.vectors import Vectors, check_vectors
@@ -52,7 +52,9 @@ def is_idle(connection: Connection) -> bool:
     return connection.pgconn.transaction_status == pq.TransactionStatus.IDLE
 
 
-def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tuple[int, bytes]]:
+def execute_nearest(
+    connection: Connection, statement: str, query: Vectors
+) -> list[tuple[int, bytes]]:
     """Run a prepared statement outside of a transaction.
 
     A connection prepares each statement once and keeps up to 100. If the server has lost it, it is
@@ -134,12 +136,12 @@ class SpaceTable:
         self.ef = ef
         self.schema = schema
         self.space_number = info.number
-        self.table_name = table_of(schema, info.number)
+        self.table_name = table_name(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
         self._excluded = None if excluded is None else excluded.number
         self._exclusion = ""
         if excluded is not None:
-            other = table_of(schema, excluded.number)
+            other = table_name(schema, excluded.number)
             self._exclusion = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
 
     def remaining_labels(self, connection: Connection) -> list[int] | None:
@@ -210,7 +212,7 @@ class SpaceTable:
             f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
         values = [*condition.parameters, list(labels)]
-        rows: list[Any] = run(
+        rows: list[Any] = execute(
             connection, statement, values, filters=condition is not ALWAYS_TRUE
         ).fetchall()
         return rows
@@ -380,7 +382,7 @@ def set_candidate_count(connection: Connection, width: int) -> None:
     Raises:
         psycopg.Error: the width is out of range, or the connection is broken.
     """
-    run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
+    execute(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
 
 
 def _nearest(
@@ -413,7 +415,7 @@ def _nearest(
         limit *= 4
 
 
-def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
+def search_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
     """Search one query [dim] by the graph alone, at its present width.
 
     Returns:
@@ -431,12 +433,12 @@ def _ask(
     condition: SqlCondition, *, exact: bool,
 ) -> list[Any]:  # fmt: skip
     if not exact and condition is ALWAYS_TRUE and is_idle(connection):
-        return rows_near(connection, table.statement(condition, exact, limit), query)
+        return execute_nearest(connection, table.statement(condition, exact, limit), query)
     values = [*([query] if exact else []), *condition.parameters, query]
     if condition is not ALWAYS_TRUE:
         values.append(limit)
     statement = table.statement(condition, exact, limit)
-    rows: list[Any] = run(
+    rows: list[Any] = execute(
         connection, statement, values, filters=condition is not ALWAYS_TRUE
     ).fetchall()
     return rows
@@ -515,7 +517,7 @@ class PostgresqlMatches:
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
             lambda connection: label_column(
-                run(connection, query, self.condition.parameters, filters=True)
+                execute(connection, query, self.condition.parameters, filters=True)
             )
         )
 
@@ -523,7 +525,7 @@ class PostgresqlMatches:
         query = f"SELECT count(*) FROM {self._items}"
         return self._database.read(
             lambda connection: int(
-                run(connection, query, self.condition.parameters, filters=True).fetchone()[0]
+                execute(connection, query, self.condition.parameters, filters=True).fetchone()[0]
             )
         )
 
@@ -587,22 +589,24 @@ def count_locked(database: Database, names: Collection[str]) -> int:
     def work(connection: Connection) -> int:
         # In one order, with locks of their own, which no upgrade's flip waits for.
         for name in sorted(names):
-            run(
+            execute(
                 connection,
                 "SELECT pg_advisory_xact_lock(hashtext('nobackfill items'), hashtext(%s))",
                 [name],
             )
-        rows = run(
+        rows = execute(
             connection,
             "SELECT number FROM nobackfill.galleries WHERE name = ANY(%s) ORDER BY number"
             " FOR KEY SHARE",
             [list(names)],
         ).fetchall()
         counts = " UNION ALL ".join(
-            f"SELECT count(*) AS items FROM {schema_of(number)}.items" for (number,) in rows
+            f"SELECT count(*) AS items FROM {schema_name(number)}.items" for (number,) in rows
         )
         if not counts:
             return 0
-        return int(run(connection, f"SELECT sum(items) FROM ({counts}) AS counts").fetchone()[0])
+        return int(
+            execute(connection, f"SELECT sum(items) FROM ({counts}) AS counts").fetchone()[0]
+        )
 
     return database.write(work)

@@ -15,9 +15,9 @@ from nobackfill.gallery.staging import check_same_space, ensure_complete, ensure
 from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, compare_with_stored
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import encode_facets
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import Connection, execute
 from nobackfill.server.stores.postgresql.rows import copy_in, label_column, read_spaces
-from nobackfill.server.stores.postgresql.schema import add_space, table_of
+from nobackfill.server.stores.postgresql.schema import add_space, table_name
 from nobackfill.vectors import Vectors
 
 
@@ -29,7 +29,7 @@ def lock_gallery_shared(connection: Connection, schema: str) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    run(connection, f"LOCK TABLE {schema}.gate IN ROW SHARE MODE")
+    execute(connection, f"LOCK TABLE {schema}.gate IN ROW SHARE MODE")
 
 
 def lock_gallery_exclusive(connection: Connection, schema: str) -> None:
@@ -40,10 +40,10 @@ def lock_gallery_exclusive(connection: Connection, schema: str) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    run(connection, f"LOCK TABLE {schema}.gate IN EXCLUSIVE MODE")
+    execute(connection, f"LOCK TABLE {schema}.gate IN EXCLUSIVE MODE")
 
 
-def insert(
+def insert_items(
     connection: Connection, schema: str, batch: Batch, vectors: Sequence[CheckedVectors]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch of items, as GalleryStore.put describes.
@@ -66,7 +66,7 @@ def insert(
         psycopg.Error: a statement fails, as after a collision with another put of the same ids; the
             caller translates or repeats it.
     """
-    rows = run(
+    rows = execute(
         connection,
         f"SELECT id, label, digest FROM {schema}.items WHERE id = ANY(%s) ORDER BY label"
         " FOR UPDATE",
@@ -82,7 +82,7 @@ def insert(
     write_metadata(connection, schema, [(label, text) for label, text in changes if text])
     written = []
     for checked in vectors:
-        table = table_of(schema, checked.info.number)
+        table = table_name(schema, checked.info.number)
         is_missing = np.ones(len(labels), np.bool_)
         missing = checked
         if kept.any():
@@ -97,7 +97,7 @@ def insert(
 
 
 def _new_labels(connection: Connection, schema: str, count: int) -> Labels:
-    found = run(
+    found = execute(
         connection,
         f"SELECT nextval('{schema}.items_label_seq') FROM generate_series(1, %s)",
         [count],
@@ -112,7 +112,7 @@ def _insert_items(
     if not rows:
         return
     metadata = [batch.metadata[row] or "{}" for row in rows]
-    run(
+    execute(
         connection,
         f"INSERT INTO {schema}.items (label, id, digest, metadata, facets)"
         " SELECT label, id, digest, metadata, facets::jsonb"
@@ -142,7 +142,7 @@ def write_metadata(connection: Connection, schema: str, described: list[tuple[in
     if not described:
         return
     labels, texts = zip(*described, strict=True)
-    run(
+    execute(
         connection,
         f"UPDATE {schema}.items i SET metadata = new.metadata, facets = new.facets::jsonb"
         " FROM unnest(%s::bigint[], %s::text[], %s::text[]) AS new (label, metadata, facets)"
@@ -165,7 +165,7 @@ def labels_in_table(
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    cursor = run(
+    cursor = execute(
         connection,
         f"SELECT label FROM {table} WHERE label = ANY(%s) AND {where} ORDER BY label",
         [labels.tolist()],
@@ -193,9 +193,9 @@ def insert_vectors(
         psycopg.Error: the statement fails, as for a label that has a row and no `replace`.
         ValueError: there are several vectors, and another number of labels.
     """
-    table = table_of(schema, checked.info.number)
+    table = table_name(schema, checked.info.number)
     if replace and len(labels):
-        run(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
+        execute(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
     copy_in(connection, table, labels, checked.origin, uncertainty, checked.embedding, checked.side)
 
 
@@ -217,7 +217,7 @@ def lock_items(connection: Connection, schema: str, where: str, values: Sequence
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    cursor = run(
+    cursor = execute(
         connection,
         f"SELECT label FROM {schema}.items i WHERE {where} ORDER BY label FOR UPDATE",
         values,
@@ -236,9 +236,9 @@ def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
     if not len(labels):
         return
     for info in read_spaces(connection, schema):
-        table = table_of(schema, info.number)
-        run(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
-    run(connection, f"DELETE FROM {schema}.items WHERE label = ANY(%s)", [labels.tolist()])
+        table = table_name(schema, info.number)
+        execute(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
+    execute(connection, f"DELETE FROM {schema}.items WHERE label = ANY(%s)", [labels.tolist()])
 
 
 # The frontier of a space is a label up to which every item has a vector there, as of the last
@@ -254,7 +254,7 @@ _FEW, _BEYOND = 2_000, 10_000
 _SEEN: WeakKeyDictionary[Connection, set[str]] = WeakKeyDictionary()
 
 
-def make_frontiers(connection: Connection, schema: str) -> None:
+def create_frontier_table(connection: Connection, schema: str) -> None:
     """Create the table of frontiers, which galleries of older versions lack.
 
     It does nothing if the table exists. Hold the gate: two calls at once may collide.
@@ -262,14 +262,14 @@ def make_frontiers(connection: Connection, schema: str) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    run(
+    execute(
         connection,
         f"CREATE TABLE IF NOT EXISTS {schema}.frontiers"
         " (space integer PRIMARY KEY, label bigint NOT NULL)",
     )
 
 
-def frontier(connection: Connection, schema: str, number: int) -> int:
+def read_frontier(connection: Connection, schema: str, number: int) -> int:
     """Return the frontier of a space; 0 if it was never checked.
 
     All items up to this label have a vector in the space. A gallery without the table of frontiers
@@ -280,11 +280,11 @@ def frontier(connection: Connection, schema: str, number: int) -> int:
     """
     if not _has_frontiers(connection, schema):
         return 0
-    return int(run(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
+    return int(execute(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
 
 
 def _has_frontiers(connection: Connection, schema: str) -> bool:
-    exists: bool = run(
+    exists: bool = execute(
         connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL"
     ).fetchone()[0]
     return exists
@@ -294,7 +294,7 @@ def _of(schema: str, number: int) -> str:
     return f"coalesce((SELECT label FROM {schema}.frontiers WHERE space = {number:d}), 0)"
 
 
-def advance(connection: Connection, schema: str, number: int) -> None:
+def advance_frontier(connection: Connection, schema: str, number: int) -> None:
     """Move the frontier of a space, while others put items.
 
     It uses two transactions of one connection, because both must ask the same server.
@@ -314,17 +314,19 @@ def advance(connection: Connection, schema: str, number: int) -> None:
         # With the gate held, every transaction that took a label has ended: no label up to the last
         # one becomes visible later.
         lock_gallery_exclusive(connection, schema)
-        make_frontiers(connection, schema)
-        last = run(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items").fetchone()[0]
+        create_frontier_table(connection, schema)
+        last = execute(
+            connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items"
+        ).fetchone()[0]
     with connection.transaction():
-        old_frontier = frontier(connection, schema, number)
+        old_frontier = read_frontier(connection, schema, number)
         # This includes items put in the meantime; their labels are greater.
-        first = run(
+        first = execute(
             connection, f"SELECT min(i.label) FROM {_lacking(schema, number, old_frontier)}"
         ).fetchone()[0]
         reached = last if first is None else min(last, first - 1)
         if reached > old_frontier:
-            run(
+            execute(
                 connection,
                 f"INSERT INTO {schema}.frontiers AS f VALUES (%s, %s) ON CONFLICT (space)"
                 " DO UPDATE SET label = greatest(f.label, excluded.label)",
@@ -332,7 +334,7 @@ def advance(connection: Connection, schema: str, number: int) -> None:
             )
 
 
-def left_behind(connection: Connection, schema: str, number: int) -> int:
+def count_left_behind(connection: Connection, schema: str, number: int) -> int:
     """Return the number of items without a vector in a space.
 
     Only items above the frontier are checked.
@@ -340,8 +342,8 @@ def left_behind(connection: Connection, schema: str, number: int) -> int:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    missing = _lacking(schema, number, frontier(connection, schema, number))
-    return int(run(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
+    missing = _lacking(schema, number, read_frontier(connection, schema, number))
+    return int(execute(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
 
 
 def few_missing_labels(
@@ -369,7 +371,7 @@ def few_missing_labels(
     if schema in seen_schemas or _has_frontiers(connection, schema):
         seen_schemas.add(schema)
         frontier_sql = _of(schema, target)
-    cursor = run(connection, _few(schema, source, target, frontier_sql))
+    cursor = execute(connection, _few(schema, source, target, frontier_sql))
     labels = [label for (label,) in cursor]
     return None if labels[:1] == [None] or len(labels) > _FEW else labels
 
@@ -380,7 +382,7 @@ def _few(schema: str, source: int, target: int, frontier_sql: str) -> str:
     The second bound excludes nothing. It tells the planner, which does not know the frontier, that
     it is near the end.
     """
-    table, other = table_of(schema, source), table_of(schema, target)
+    table, other = table_name(schema, source), table_name(schema, target)
     return (
         f"WITH near AS MATERIALIZED (SELECT after, after + {_BEYOND:d} AS most,"
         f" (SELECT coalesce(max(label), 0) FROM {table}) - after > {_BEYOND:d} AS far"
@@ -398,7 +400,7 @@ def _lacking(schema: str, number: int, label: int) -> str:
     """Make the FROM clause for items `i` above a label without a vector in a space."""
     return (
         f"{schema}.items i WHERE i.label > {label:d} AND NOT EXISTS (SELECT 1 FROM"
-        f" {table_of(schema, number)} v WHERE v.label = i.label AND v.label > {label:d})"
+        f" {table_name(schema, number)} v WHERE v.label = i.label AND v.label > {label:d})"
     )
 
 
@@ -420,7 +422,7 @@ def create_staging_space(connection: Connection, schema: str, spec: SpaceSpec) -
             check_same_space(info.spec, spec)
             return False
     add_space(connection, schema, spec, "staging")
-    make_frontiers(connection, schema)
+    create_frontier_table(connection, schema)
     return True
 
 
@@ -450,14 +452,14 @@ def write_vectors(
     info = rows.find_space(connection, schema, checked.info.spec.space)
     order = np.argsort(labels)
     existing = rows.label_column(
-        run(
+        execute(
             connection,
             f"SELECT label FROM {schema}.items WHERE label = ANY(%s) ORDER BY label FOR KEY SHARE",
             [labels.tolist()],
         )
     )
     if not replace:
-        present = labels_in_table(connection, table_of(schema, info.number), labels)
+        present = labels_in_table(connection, table_name(schema, info.number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
     selection = order[find_label_rows(labels[order], existing)]
     selected = checked.select(selection)
@@ -533,10 +535,10 @@ def _activate(
     connection: Connection, schema: str, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_complete(left_behind(connection, schema, target.number), target)
+        ensure_complete(count_left_behind(connection, schema, target.number), target)
     spaces = f"{schema}.spaces"
-    run(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_becomes])
-    run(
+    execute(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_becomes])
+    execute(
         connection,
         f"UPDATE {spaces} SET state = 'active', activated = (SELECT max(activated) + 1"
         f" FROM {spaces}) WHERE number = %s",
@@ -557,5 +559,5 @@ def drop_space(connection: Connection, schema: str, space: str) -> None:
     """
     info = rows.find_space(connection, schema, space)
     ensure_not_active(info)
-    run(connection, f"DROP TABLE {table_of(schema, info.number)}")
-    run(connection, f"DELETE FROM {schema}.spaces WHERE number = %s", [info.number])
+    execute(connection, f"DROP TABLE {table_name(schema, info.number)}")
+    execute(connection, f"DELETE FROM {schema}.spaces WHERE number = %s", [info.number])
