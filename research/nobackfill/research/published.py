@@ -90,10 +90,9 @@ def clean_landmarks(root: Path) -> ImageListing:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, lacks a column, or a landmark's number is none.
-        IndexError: an id has fewer than three characters.
-        OSError: the file exists, but cannot be read.
-        csv.Error: a field is longer than 131,072 characters.
+        InvalidInputError: it is no UTF-8 text, cannot be read, lacks a column, has a field longer
+            than 131,072 characters, a landmark's number that is none, or an id of fewer than three
+            characters.
     """
     path = first_existing(root / "train_clean.csv", root / "train" / "train_clean.csv")
     names: list[str] = []
