@@ -121,8 +121,7 @@ def list_images(
         if not of_class:
             raise InvalidInputError(
                 f"class folder {folder}: expected images ({', '.join(PICTURE_SUFFIXES)}), got "
-                "none; remove "
-                "or fill it"
+                "none; remove the folder, or put images into it"
             )
     return _listing(root, files)
 

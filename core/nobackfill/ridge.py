@@ -79,7 +79,9 @@ class Moments:
         for x, y in blocks:
             moments.add(x, y)
         if moments.rows < 2:
-            raise ValueError(f"to fit a map, expected at least 2 pairs, got {moments.rows}")
+            raise ValueError(
+                f"to fit a map, expected at least 2 pairs, got {moments.rows}; pass more pairs"
+            )
         return moments
 
     def add(self, x: Floats, y: Floats) -> None:
@@ -96,8 +98,8 @@ class Moments:
         """
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
             raise ValueError(
-                f"x and y: expected paired rows [n, a] and [n, b], got {list(x.shape)} and "
-                f"{list(y.shape)}"
+                "x and y: expected paired rows [n, a] and [n, b], got arrays of the shapes "
+                f"{list(x.shape)} and {list(y.shape)}; pass a row of each for every item"
             )
         if not len(x):
             return
@@ -106,7 +108,7 @@ class Moments:
         if (x.shape[1], y.shape[1]) != self.dims:
             raise ValueError(
                 f"x and y: expected the dimensions {self.dims} of the first block, got the shapes "
-                f"{x.shape} and {y.shape}"
+                f"{x.shape} and {y.shape}; pass blocks of the same models"
             )
         for first in range(0, len(x), _BLOCK_ROWS):
             self._add(
@@ -147,7 +149,10 @@ class Moments:
 
     def _add(self, x: Doubles, y: Doubles) -> None:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
-            raise ValueError("x and y: expected finite values in every pair, got NaN or infinity")
+            raise ValueError(
+                "x and y: expected finite values in every pair, got NaN or infinity; leave these "
+                "pairs out"
+            )
         for total, more in zip(self._sums, (x.sum(0), y.sum(0)), strict=True):
             total += more
         for total, more in zip(self._products, (x.T @ x, x.T @ y), strict=True):
@@ -285,7 +290,7 @@ def fit_ridge(
     if moments.rows % group or moments.rows < 2 * group:
         raise ValueError(
             f"cross-validation: expected at least 2 whole groups of {group} pairs, got "
-            f"{moments.rows} pairs"
+            f"{moments.rows} pairs; pass more pairs"
         )
     spectrum = _Spectrum(moments)
     held_out = spectrum.hold_out(blocks(), group, seed, sample)
@@ -339,7 +344,7 @@ class _Spectrum:
         if first != self._rows:
             raise ValueError(
                 f"the second reading of the pairs: expected the same {self._rows} pairs as in the "
-                f"first, got {first}"
+                f"first, got {first}; run again while no program changes the pairs"
             )
         rotated = (x - self._means[0]) @ self._vectors
         return _HeldOut(rotated, y - self._means[1], group, self._cross, self._scale, self._rows)

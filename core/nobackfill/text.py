@@ -65,9 +65,9 @@ class BatchTokenizer:
             own_tokens = self._tokenizer.num_special_tokens_to_add(False)
         if own_tokens >= length:
             raise InvalidInputError(
-                f"{error_name}: this tokenizer adds {own_tokens} tokens to each text, and texts "
-                f"are truncated to {length} tokens (max_length), so that none is left for the "
-                "text; declare a larger max_length"
+                f"{error_name}: this tokenizer adds {own_tokens} tokens of its own to each text, "
+                f"and texts are truncated to {length} tokens (max_length), so no token is left "
+                "for the text; declare a larger max_length"
             )
         self._what = error_name
 

@@ -123,7 +123,8 @@ def vector_from_bytes(values: bytes, dim: int, *, error_name: str, unit: bool = 
     """
     if len(values) != 4 * dim:
         raise InvalidInputError(
-            f"{error_name}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"
+            f"{error_name}: expected {4 * dim} bytes (float32, dimension {dim}), got "
+            f"{len(values)}; send a vector of this dimension"
         )
     return check_vectors(
         np.frombuffer(values, "<f4").reshape(1, dim), dim, error_name=error_name, unit=unit

@@ -189,7 +189,7 @@ def test_fit_writes_an_adapter_that_is_no_map(
     assert run("carry", "old.parquet", "--map", "upgrade.onnx", "--to", "new") == 65
     assert "found an ONNX file; name the .npz file of that command" in capsys.readouterr().err
     assert not (tmp_path / "_new").exists()
-    with pytest.raises(InvalidInputError, match=r"by `nobackfill fit --adapter adapter\.npz`"):
+    with pytest.raises(InvalidInputError, match=r"with `nobackfill fit --adapter adapter\.npz`"):
         load_adapter(tmp_path / "adapter.onnx")
     (tmp_path / "damaged.onnx").write_bytes(b"\x08")
     with pytest.raises(InvalidInputError, match="expected a file that `nobackfill fit` wrote"):

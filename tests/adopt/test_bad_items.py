@@ -183,7 +183,7 @@ def test_an_endpoint_that_takes_no_text_at_all_ends_the_run(tmp_path: Path) -> N
     with (
         serving(lambda *_: (400, {}, refuses)) as (url, asked),
         pytest.raises(
-            InvalidInputError, match=r"no such model; it refuses every other text as well"
+            InvalidInputError, match=r"no such model; the endpoint refuses every other text as well"
         ),
     ):
         embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch=8)

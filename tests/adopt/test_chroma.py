@@ -440,7 +440,7 @@ def test_a_name_in_use_is_told_before_anything_is_embedded(store: Chroma, tmp_pa
     migration.decide(request, lines.append)
     assert lines and migration.status().migrated_rows == 0
     carry(store.open(), TARGET, MAP, flip=True)
-    with pytest.raises(InvalidInputError, match="'docs_before' is left of an earlier flip"):
+    with pytest.raises(InvalidInputError, match="'docs_before' is left over from an earlier flip"):
         Migration(tmp_path / "other").decide(request, lines.append)
 
 

@@ -121,7 +121,7 @@ def test_weights_outside_of_the_models_folder_are_refused(place: str, tmp_path: 
     model = onnx.load(path, load_external_data=False)
     (path.parent / "weights.bin").rename(tmp_path / "weights.bin")
     for elsewhere, words in (
-        (place, "in its own folder"),
+        (place, "in the folder of the ONNX file"),
         ("gone.bin", "'gone.bin' is not in its folder"),
     ):
         for tensor in model.graph.initializer:
@@ -147,7 +147,9 @@ def test_a_function_may_name_its_model(tmp_path: Path, monkeypatch: pytest.Monke
     assert named(4, repr("a" * 64)) == "a" * 64
     assert len(first) == 64
     for number, wrong in ((5, "7"), (6, "''")):
-        with pytest.raises(InvalidInputError, match="FINGERPRINT to be a text"):
+        with pytest.raises(
+            InvalidInputError, match="FINGERPRINT in the function's module to be a text"
+        ):
             named(number, wrong)
 
 

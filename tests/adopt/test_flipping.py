@@ -67,7 +67,7 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     with pytest.raises(InvalidInputError, match="of this map already"):
         source.open_target(TARGET)
     (left,) = source.obstacles(TARGET)
-    assert "'docs' is left of an earlier flip" in left
+    assert "'docs' is left over from an earlier flip" in left
     # Since the flip one item changes, one comes and one goes.
     store.put_new(MADE.ids[7], MADE.new[0], "live")
     store.put_new("new", MADE.new[1], "live")
@@ -80,7 +80,7 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     found = vectors_of(live(store))
     assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
     np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
-    with pytest.raises(NotFoundError, match="no flip to 'docs_new' to undo"):
+    with pytest.raises(NotFoundError, match="no flip to 'docs_new' that can be undone"):
         live(store).flip_back("docs_new")
 
 
@@ -121,7 +121,9 @@ def test_back_does_not_claim_to_undo_what_a_moved_alias_hides(
     store.client.create_collection("other", dimension=24)
     store.client.alter_alias("other", "live")
     for command in (migration.undo, migration.finish, migration.status):
-        with pytest.raises(PreconditionError, match="it leads to 'other' now") as refusal:
+        with pytest.raises(
+            PreconditionError, match="this name leads to the collection 'other' now"
+        ) as refusal:
             command()
         for collection in ("docs_new", "docs"):
             assert f"client.alter_alias('{collection}', 'live')" in str(refusal.value)
@@ -249,7 +251,9 @@ def test_what_cannot_flip_is_refused_by_name(store: Milvus) -> None:
     index.add_index("v", index_type="FLAT", metric_type="COSINE")
     store.client.create_collection("numbered", schema=schema, index_params=index)
     store.client.create_alias("numbered", "live")
-    with pytest.raises(InvalidInputError, match=r"Milvus generates its keys \(auto_id\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"Milvus generates the keys of this collection \(auto_id\)"
+    ):
         _ = live(store).flip_name
 
 

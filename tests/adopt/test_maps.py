@@ -146,5 +146,7 @@ def test_vectors_of_another_model_are_refused() -> None:
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
     made = world(30)
-    with pytest.raises(InvalidInputError, match="kinds of maps: expected some of affine"):
+    with pytest.raises(
+        InvalidInputError, match="kinds of maps to fit: expected only names of affine"
+    ):
         fit_maps(made.old, made.new, kinds=["linear"])

@@ -491,7 +491,7 @@ def test_a_lost_comment_is_named_and_nothing_is_said_to_be_taken_back(
         capsys.readouterr()
         assert run(command) != 0
         error = capsys.readouterr().err
-        assert "its comment does not name this migration any more" in error
+        assert "comment on this column does not name this migration any more" in error
     assert columns(connection) == {"id", "body", "v", "v_before"}
     connection.execute(error[error.index("COMMENT ON") :].strip().encode())
     assert run("back") == 0
@@ -630,7 +630,9 @@ def test_a_second_folder_of_the_same_model_claims_nothing(
         error = capsys.readouterr().err
         assert "already holds the vectors of new/model.onnx" in error and ending in error, state
         assert run(source, *START, "--yes", "--work", "second") != 0
-        assert "another migration has flipped it since this verdict" in capsys.readouterr().err
+        assert (
+            "another migration has changed which vectors answer searches" in capsys.readouterr().err
+        )
         assert run("finish") == 0
     assert columns(connection) == {"id", "body", "v"}
     same(vectors(connection), folder / "new", connection)
@@ -906,7 +908,7 @@ def test_a_mistyped_column_does_not_bind_the_next_run(
         assert run(source, "--new", model, "--column", "bodi", "-n", "60") == 65
         error = capsys.readouterr().err
         assert "expected --column to name a column of the store, got 'bodi'" in error
-        assert "the columns are body" in error and "sampling" not in error
+        assert "The columns are body" in error and "sampling" not in error
         assert run(source, "--new", model, "--items", "nowhere.jsonl") in (65, 66)
         assert "nowhere.jsonl" in capsys.readouterr().err
     assert not (folder / "nobackfill-migration").exists()

@@ -578,7 +578,7 @@ def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
     process = table.start(*words, "--yes", "--work", "second")
     error = process.communicate(timeout=600)[1].decode()
     assert process.returncode not in (0, 75), error
-    assert "another migration has flipped it since this verdict" in error
+    assert "another migration has changed which vectors answer searches" in error
     assert not list(table.folder.rglob("*nobackfill.lock"))
     # The advice is for this store: only PostgreSQL has comments.
     file = table.folder / "second" / "migration.json"

@@ -218,7 +218,7 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
             "keyless": (65, "expected a key of one column"),
             "paired": (65, "expected a key of one column"),
             "two": (65, "found v, w; name one with --vector"),
-            "none": (65, "found none; a column of numbers becomes one by ALTER TABLE"),
+            "none": (65, "found none; to convert a column of numbers, run ALTER TABLE"),
             "absent": (
                 66,
                 "correct the name after # in SOURCE. Tables with vectors are keyless,",
@@ -236,7 +236,7 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
         said = refused(["sample", f"{address}#mixed"], 65, monkeypatch, capsys)
         assert "got 3 in '1' and 2 in '2'" in said
         said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)
-        assert "no column 'nope'; its columns are " in said
+        assert "no column 'nope'; correct the name. The columns are " in said
     assert "the name of a table" in refused(["inspect", address], 65, monkeypatch, capsys)
     gone = refused(["inspect", f"{address}#keyless"], 69, monkeypatch, capsys)
     assert "does not exist" in gone
@@ -345,7 +345,7 @@ def test_a_folder_and_another_archive_are_no_map(
     )
     for name, code, found in (
         (".", 66, "expected a file, found a folder"),
-        ("joining.npz", 65, "found one without 'weight'; name that file"),
+        ("joining.npz", 65, "found a file without 'weight'; name the file"),
     ):
         words = ["carry", str(tmp_path), "--map", str(tmp_path / name), "--to", "new"]
         assert found in refused(words, code, monkeypatch, capsys)

@@ -218,7 +218,9 @@ def test_a_blob_that_became_shorter_is_reported_and_begun_anew(
     with pytest.raises((UnavailableError, TimeoutError)):
         pulled(setting)
     evil.most = 50
-    assert "fewer than the 100 that an earlier pull received" in pulled(setting).failed["4" * 64]
+    assert (
+        "fewer than the 100 bytes that an earlier pull received" in pulled(setting).failed["4" * 64]
+    )
     evil.most, evil.chunks = None, lambda request: iter([sealed[request.offset :]])
     assert len(pulled(setting).restored) == 1
 

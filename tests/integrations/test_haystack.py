@@ -99,7 +99,9 @@ def test_vectors_of_the_pipelines_embedder(vectors_only: Gateway) -> None:
 
 def test_duplicates(document_store: HaystackDocumentStore) -> None:
     document_store.write_documents(words("w1", "w2"))
-    with pytest.raises(DuplicateDocumentError, match="found 2 of them in it, the first is 'w1'"):
+    with pytest.raises(
+        DuplicateDocumentError, match="found 2 ids that the gallery has already, the first is 'w1'"
+    ):
         document_store.write_documents(words("w1", "w2", "w3"), DuplicatePolicy.FAIL)
     assert document_store.count_documents() == 2
     assert document_store.write_documents(words("w1", "w3"), DuplicatePolicy.SKIP) == 1

@@ -124,7 +124,10 @@ def test_vectors_of_the_callers_embedder(vectors_only: Gateway) -> None:
         texts.put([StoredText("x", "y")])
     with pytest.raises(InvalidInputError, match="expected a vector"):
         GalleryTexts(vectors_only, gallery, release=1).search("2", 1)
-    with pytest.raises(NotFoundError, match="no vectors of release 2; it has those of 1"):
+    with pytest.raises(
+        NotFoundError,
+        match="no vectors of release 2; pass one of the releases that the gallery has: 1",
+    ):
         GalleryTexts(vectors_only, gallery, release=2)
     with pytest.raises(InvalidInputError, match="number of the release"):
         GalleryTexts(vectors_only, gallery, embed=lambda text: rows[0])

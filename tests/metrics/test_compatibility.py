@@ -39,7 +39,7 @@ def test_the_two_deltas_are_those_of_dmus_table_1() -> None:
     assert degradation(25.00, 25.58) == pytest.approx(0.0227, abs=1e-4)
     assert upgrade_gain(21.12, 18.93) == pytest.approx(0.1157, abs=1e-4)
     assert degradation(24.55, 25.58) == pytest.approx(0.0403, abs=1e-4)
-    with pytest.raises(ValueError, match="another figure is divided by it"):
+    with pytest.raises(ValueError, match="another figure is divided by this one"):
         upgrade_gain(0.5, 0)
 
 

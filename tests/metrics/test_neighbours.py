@@ -30,7 +30,7 @@ def test_equal_distances_come_by_position() -> None:
     gallery = np.array([[2.0], [1.0], [1.0], [0.0], [1.0]])
     assert exact_neighbours(np.array([[1.0]]), gallery, 2)[0].tolist() == [[1, 2]]
     assert exact_neighbours(np.array([[1.0]]), gallery, 5)[0].tolist() == [[1, 2, 4, 0, 3]]
-    with pytest.raises(ValueError, match="k must be 1 to 5"):
+    with pytest.raises(ValueError, match="k, the number of neighbours, must be 1 to 5"):
         exact_neighbours(np.array([[1.0]]), gallery, 6)
 
 

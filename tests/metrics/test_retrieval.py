@@ -182,9 +182,9 @@ def test_bad_input_is_refused() -> None:
         relevance_by_label([0], [0], query_images=["a"])
     with pytest.raises(ValueError, match="one image identity for each label"):
         relevance_by_label([0], [0, 1], ["a"], ["a"])
-    with pytest.raises(ValueError, match="k must be at least 1"):
+    with pytest.raises(ValueError, match="k, the number of hits, must be at least 1"):
         cmc(rank(good, good, relevance_by_label([0, 1, 2], [0, 1, 2])), 0)
-    with pytest.raises(ValueError, match=r"expected positions \[1, k\]"):
+    with pytest.raises(ValueError, match=r"positions of the shape \[1, k\]"):
         ranking_module.rank_neighbours(np.zeros((2, 3), int), relevance_by_label([0], [0]))
 
 

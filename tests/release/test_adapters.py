@@ -52,9 +52,12 @@ def test_a_manifest_with_an_adapter_survives_json(first: Draft, second: Draft) -
     [
         ({"format": 4}, "format: expected 5"),
         ({"adapters": []}, "format: expected 1"),
-        ({"searches_directly": ["old"]}, "none of them the release's own or in searches_directly"),
-        ({"adapters": "twice"}, "distinct older releases"),
-        ({"release": 1}, "distinct older releases"),
+        (
+            {"searches_directly": ["old"]},
+            "none to the release's own space or one in searches_directly",
+        ),
+        ({"adapters": "twice"}, "another older release"),
+        ({"release": 1}, "another older release"),
     ],
 )
 def test_contradictions_are_refused(

@@ -75,7 +75,7 @@ def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
 
     assert BatchTokenizer(made(around), 3, "t").tokenize(["w1 " * 9])["input_ids"].shape == (1, 3)
     # It would not cut at all.
-    with pytest.raises(InvalidInputError, match="adds 2 tokens to each text"):
+    with pytest.raises(InvalidInputError, match="adds 2 tokens of its own to each text"):
         BatchTokenizer(made(around), 2, "t")
 
 

@@ -106,7 +106,7 @@ def test_a_request_says_how_hard_to_look(
     assert view.query_sample.count == seen == 10
     assert recall(client, one, index, queries[:3], 4096) == 1
     brought = [{one.space: query.tolist()} for query in queries]
-    with refused(InvalidInputError, "not both"):
+    with refused(InvalidInputError, "got both"):
         client.search("g", embeddings=brought[0], exact=True, ef=9)
     with refused(InvalidInputError, "expected 1 to 4096, got 5000"):
         client.search("g", embeddings=brought[0], ef=5000)

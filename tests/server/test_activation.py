@@ -154,7 +154,7 @@ def test_a_gallery_whose_items_cannot_go_stays_and_is_named(
     assert client.get_gallery("goes").release == 2
     staying = client.get_gallery("stays")
     assert staying.release == 1
-    assert "put their images again" in staying.note
+    assert "send their images again" in staying.note
     for name, release in (("goes", 2), ("stays", 1)):
         hit = client.find(images(3)[2], name).hits[0]
         assert (hit.id, hit.release) == ("i2", release)

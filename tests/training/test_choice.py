@@ -154,7 +154,7 @@ def test_a_training_chooses_by_itself_and_once(runs: Path, digits: Path, tmp_pat
         ),
         (
             {"choose": ["share"], "options": {"share": 0.5}},
-            "share is named twice, or also set in options",
+            "share is named twice in the key choose, or also in the key options",
         ),
         ({"choose": ["share", "share"]}, "share is named twice"),
         ({"choose": ["share"], "method": "affine"}, "expected one of: none"),

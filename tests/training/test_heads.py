@@ -111,7 +111,7 @@ def test_defaults_are_the_papers() -> None:
             {},
             "expected one of softmax, normalized_softmax, cosface, arcface, simplex",
         ),
-        ("simplex", 8, {}, "7 vertices in 6 dimensions.*8 classes; set embedding_dim to 7"),
+        ("simplex", 8, {}, "7 vertices in 6 dimensions.*8 classes; set the key embedding_dim to 7"),
         ("simplex", 4, {"margin": 0.1}, "no margin"),
         ("cosface", 1, {}, "at least 2 classes"),
         ("softmax", 4, {"margin": 0.1}, "neither margin nor scale"),

@@ -173,7 +173,7 @@ def test_searches(place: Place) -> None:
     assert len(answers[2].hits) == 3
     few = gateway.search("g", image=images[4], k=9, where=Range("n", at_least=9), exact=True)
     assert {hit.id for hit in few.hits} == {"i9", "i10", "i11"}
-    with pytest.raises(InvalidInputError, match="not both"):
+    with pytest.raises(InvalidInputError, match="got both"):
         gateway.search("g", image=images[4], ef=9, exact=True)
     with pytest.raises(InvalidInputError, match="expected exactly one of image="):
         gateway.search("g")

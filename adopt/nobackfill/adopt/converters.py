@@ -376,7 +376,8 @@ def publish_map_as_converter(
     if again.worse:
         raise PreconditionError(
             f"nothing was published, because {card.new.name} is worse than {card.old.name} on "
-            f"{card.corpus} ({', '.join(again.worse)}), so its users should stay with the old model"
+            f"{card.corpus} ({', '.join(again.worse)}), so users of {card.old.name} should keep "
+            "that model"
         )
     old = describe_model(card.old, pairs.old, models[0], "the old vectors")
     new = describe_model(card.new, pairs.new, models[1], "the new vectors")
@@ -451,8 +452,8 @@ def open_converter(
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
             f"{name}: expected a map from {manifest.old.dim} to {manifest.new.dim} dimensions, as "
-            f"its models have, got one from {mapping.dims[0]} to {mapping.dims[1]}; ask its "
-            "publisher to publish it again"
+            f"the converter's two models have, got one from {mapping.dims[0]} to "
+            f"{mapping.dims[1]}; ask the converter's publisher to publish it again"
         )
     return VerifiedConverter(manifest, mapping)
 
@@ -517,9 +518,10 @@ def _trusted(place: str, root: Path | None) -> Trust:
     elif not (state / "trusted.json").exists():
         shown = format_root_fingerprint(fetch_first_root(fetcher, url))
         raise PreconditionError(
-            f"{place}: no root of this publication is trusted yet. Get the file 1.root.json from "
-            "its publisher over a channel that you trust, and name it once with --root FILE; the "
-            f"root in the publication itself has the fingerprint {shown}"
+            f"{place}: no root metadata of this publication, which names its signing keys, is "
+            "trusted yet. Get the file 1.root.json from its publisher over a channel that you "
+            "trust, and name it once with --root FILE; the root in the publication itself has "
+            f"the fingerprint {shown}"
         )
     trust = Trust(state, fetcher, url, given)
     trust.refresh()

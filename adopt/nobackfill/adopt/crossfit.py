@@ -90,8 +90,8 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
     if dims != converter.dims:
         raise IncompatibleSpaceError(
             f"the converter maps vectors of {converter.dims[0]} dims to {converter.dims[1]}, but "
-            f"the pairs have {dims[0]} and {dims[1]}; --old and --new must be vectors of its two "
-            "models"
+            f"the pairs have {dims[0]} and {dims[1]}; give --old and --new vectors of the "
+            "converter's two models"
         )
     linear = replace(converter, unit_norm=False)
     return Pairs(pairs.ids, pairs.old, (pairs.new - linear(pairs.old)).astype(np.float32))

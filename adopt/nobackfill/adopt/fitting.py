@@ -256,7 +256,8 @@ def _check_files(files: FitFiles) -> None:
     ):
         raise InvalidInputError(
             f"--adapter {files.query_adapter_file}: expected FILE.npz for searches by "
-            "nobackfill.serve, or FILE.onnx for a release; the ending chooses the format"
+            "nobackfill.serve, or FILE.onnx for a release; end the name of the file in .npz or "
+            ".onnx"
         )
     for path in (
         files.map_file,

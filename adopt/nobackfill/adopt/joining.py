@@ -131,13 +131,13 @@ def load_rank_fusion(path: Path) -> FittedRankFusion:
         )
         if not len(old) == len(carried) == len(new) > 0 or 0 in (old.shape[1], new.shape[1]):
             raise ValueError(
-                "its arrays old, carried and new must have as many rows each, and have the shapes "
-                f"{old.shape}, {carried.shape} and {new.shape}"
+                "its arrays old, carried and new must have the same number of rows, but have the "
+                f"shapes {old.shape}, {carried.shape} and {new.shape}"
             )
         if carried.shape != new.shape or (len(crowd) and crowd.shape[1] != new.shape[1]):
             raise ValueError(
-                "its arrays carried, new and crowd must have as many columns each, and have the "
-                f"shapes {carried.shape}, {new.shape} and {crowd.shape}"
+                "its arrays carried, new and crowd must have the same number of columns, but "
+                f"have the shapes {carried.shape}, {new.shape} and {crowd.shape}"
             )
         joined, native = (OddsLine(*map(float, header[name])) for name in ("joined", "native"))
         weight, metric = float(header["weight"]), header.get("metric", "cosine")

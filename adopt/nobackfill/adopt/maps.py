@@ -195,8 +195,8 @@ def load_map(path: Path) -> Map:
     if (output := _graph_output(path)) == ADAPTER_OUTPUT:
         raise InvalidInputError(
             f"{path}: expected a map {wanted}, found the graph of a query adapter, which maps new "
-            "queries to the old space, so that no vector is migrated; a release carries it: "
-            f"`python training/export.py --text-encoder FOLDER --adapter {path}`. To migrate "
+            "queries to the old space, so that no vector is migrated; to use it in a release, "
+            f"run `python training/export.py --text-encoder FOLDER --adapter {path}`. To migrate "
             "vectors, name the file of `nobackfill fit --out`"
         )
     if output is not None:
@@ -228,8 +228,8 @@ def load_adapter(path: Path) -> Map:
     if _graph_output(path) is not None:
         raise InvalidInputError(
             f"{path}: expected a query adapter as an archive, found an ONNX file, which only a "
-            "release carries; write the archive by `nobackfill fit --adapter adapter.npz`, and "
-            "name that"
+            "release can use; write the archive with `nobackfill fit --adapter adapter.npz`, and "
+            "name that file"
         )
     mapping = _load(path, "nobackfill fit --adapter")
     if mapping.direction != "new to old":
@@ -315,8 +315,8 @@ def name_file_in_errors(path: Path, command: str) -> Iterator[None]:
         yield
     except KeyError as error:
         raise InvalidInputError(
-            f"{path}: expected a file that `{command}` wrote, found one without {error}; name that "
-            "file, or run that command again"
+            f"{path}: expected a file that `{command}` wrote, found a file without {error}; name "
+            "the file that the command wrote, or run that command again"
         ) from error
     except Exception as error:
         # Errors of zipfile, numpy and json at hostile bytes have no common base class.
@@ -374,7 +374,7 @@ def _array(data: bytes) -> Any:
     if prod(shape) * dtype.itemsize != len(data) - file.tell():
         raise ValueError(
             f"it has {len(data)} bytes for an array of {dtype} of the shape {shape}, which needs "
-            "another number"
+            "another number of bytes"
         )
     file.seek(0)
     return known.read_array(file, allow_pickle=False)
@@ -532,7 +532,8 @@ class MapSolver:
         """
         if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
             raise InvalidInputError(
-                f"kinds of maps: expected some of {', '.join(MAP_KINDS)}, got {unknown[0]!r}"
+                f"kinds of maps to fit: expected only names of {', '.join(MAP_KINDS)}, got "
+                f"{unknown[0]!r}; correct the name"
             )
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
@@ -679,6 +680,6 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
     if size != affine.dims[1] or not layers:
         raise InvalidInputError(
             f"--also: expected a last layer with {affine.dims[1]} outputs, the dimension of the "
-            f"new model, got {size if layers else 'no layer'}"
+            f"new model, got {size if layers else 'no layer'}; correct the function of --also"
         )
     return replace(affine, kind=RESIDUAL_KIND, residual_layers=tuple(layers))

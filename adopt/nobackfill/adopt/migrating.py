@@ -258,8 +258,8 @@ class Migration:
         _refuse_password(request.source_address)
         if (request.text_column is None) == (request.items_path is None):
             raise InvalidInputError(
-                "expected either --column NAME or --items PATH, got both or neither: they name the "
-                "texts or images that the new model embeds"
+                "expected either --column NAME or --items PATH, which name the texts or images "
+                "that the new model embeds, got both or neither; give exactly one"
             )
         inputs = None if self._file.exists() else self._open(request)
         durable.make_dir(self._folder)
@@ -275,8 +275,8 @@ class Migration:
                     if former.sample_size != request.sample_size:
                         print_line(
                             f"-n {request.sample_size} is ignored: vectors are being written by "
-                            f"the verdict of {former.sample_size} items; `nobackfill migrate back` "
-                            "undoes it"
+                            f"the verdict of {former.sample_size} items; `nobackfill migrate "
+                            "back` removes these vectors"
                         )
                     plan = replace(
                         former,
@@ -299,9 +299,9 @@ class Migration:
             if len((plan.new_column + _MAPPED).encode()) > LONGEST_NAME_BYTES:
                 raise InvalidInputError(
                     f"{name}: expected a name of at most "
-                    f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, as those of the new "
-                    f"vectors add '_new{_MAPPED}' to it; shorten the name, or use `nobackfill "
-                    "fit`, then `nobackfill carry --to NAME`"
+                    f"{LONGEST_NAME_BYTES - len('_new' + _MAPPED)} bytes, because the names of "
+                    f"the new vectors add '_new{_MAPPED}' to it; shorten the name, or use "
+                    "`nobackfill fit`, then `nobackfill carry --to NAME`"
                 )
             if isinstance(source, FlippingSource):
                 if obstacles := source.obstacles(Target(plan.new_column, 1, "")):
@@ -380,8 +380,9 @@ class Migration:
             )
         if plan.state == state == "flipped":
             raise PreconditionError(
-                f"{self._folder}: this migration is flipped; `nobackfill migrate finish` drops the "
-                "old vectors, `nobackfill migrate back` restores them"
+                f"{self._folder}: searches use the new vectors of this migration already; "
+                "`nobackfill migrate finish` drops the old vectors, `nobackfill migrate back` "
+                "restores them"
             )
         return plan
 
@@ -397,7 +398,7 @@ class Migration:
             return
         ending = (
             "the migration that wrote them is not finished: run `nobackfill migrate finish` or "
-            "`nobackfill migrate back` with its --work"
+            "`nobackfill migrate back` with the --work of that migration"
             if state == "flipped"
             else "nothing is left to do"
         )
@@ -496,8 +497,9 @@ class Migration:
             and not own_flip
         ):
             raise PreconditionError(
-                f"{source.facts().name}: another migration has flipped it since this verdict; "
-                f"nothing was written. Remove the folder {self._folder}, and start again"
+                f"{source.facts().name}: since this verdict, another migration has changed which "
+                "vectors answer searches here; nothing was written. Remove the folder "
+                f"{self._folder}, and start again"
             )
 
     def _map_only(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
@@ -737,8 +739,9 @@ class Migration:
             state = self._state(plan, source)
             if state not in ("flipped", "finished"):
                 raise PreconditionError(
-                    f"{self._folder}: expected a flipped migration, found one in the state "
-                    f"{state!r}; nothing was dropped. Run `nobackfill migrate` again to complete it"
+                    f"{self._folder}: expected a migration whose new vectors answer searches, "
+                    f"found one in the state {state!r}; nothing was dropped. Run `nobackfill "
+                    "migrate` again to complete it"
                 )
             self._remove(plan, source, plan.new_column + _MAPPED)
             if state == "flipped":
@@ -773,9 +776,10 @@ class Migration:
         if plan.row_condition is not None:
             name, kind = plan.new_column.partition(":")[2], "TABLE"
         raise PreconditionError(
-            f"{name}: its comment does not name this migration any more, so nothing was changed. "
-            f"If this migration wrote its vectors, write the comment again: COMMENT ON {kind} "
-            f"{name} IS {json.dumps({'carried': plan.computer_digest})!r}"
+            f"{name}: the database's comment on this {kind.lower()} does not name this migration "
+            "any more, so nothing was changed. If this migration wrote its vectors, write the "
+            f"comment again: COMMENT ON {kind} {name} IS "
+            f"{json.dumps({'carried': plan.computer_digest})!r}"
         )
 
     def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> bool:
@@ -873,7 +877,8 @@ class Migration:
     def _check_pause(self) -> None:
         if self._pausing.exists():
             raise BusyError(
-                f"{self._folder}: paused; run the same `nobackfill migrate` again to continue"
+                f"{self._folder}: this migration is paused; run the same `nobackfill migrate` "
+                "again to continue"
             )
 
     @contextmanager

@@ -128,7 +128,8 @@ def judging_metric(facts: Facts) -> Metric:
     if metric not in _JUDGED:
         raise InvalidInputError(
             f"{facts.name}: its vectors are searched by {metric}, for which there is no verdict; "
-            f"expected one of {join_few(_JUDGED)}. `nobackfill carry` migrates them without one"
+            f"expected one of {join_few(_JUDGED)}. `nobackfill carry` migrates the vectors "
+            "without a verdict"
         )
     return _JUDGED[metric]
 
@@ -231,7 +232,8 @@ def sample_spread_rows(rows: Rows, count: int, seed: int = 0) -> list[str]:
 def _check_count(count: int, total: int) -> None:
     if not 1 <= count <= total:
         raise InvalidInputError(
-            f"-n, the number of items to choose: expected 1 to {total}, all items, got {count}"
+            f"-n, the number of items to choose: expected 1 to {total}, which is all items, got "
+            f"{count}; choose fewer"
         )
 
 

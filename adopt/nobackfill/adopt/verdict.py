@@ -463,8 +463,9 @@ def decide(
     """
     if queries is not None and len(queries.gallery_rows) < 2:
         raise InvalidInputError(
-            "expected at least 2 queries, because what one half of them chooses is judged by the "
-            f"other half, got {len(queries.gallery_rows)}; add queries, or leave them out"
+            "expected at least 2 queries, because one half of the queries chooses a map and the "
+            f"other half measures it, got {len(queries.gallery_rows)}; add queries, or leave the "
+            "queries out"
         )
     similar = judgement.sample_item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))

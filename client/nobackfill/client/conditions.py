@@ -53,8 +53,8 @@ def _read(text: str) -> Filter:
         if text.endswith(_EXISTS) and text != _EXISTS:
             return Exists(text.removesuffix(_EXISTS))
         raise InvalidInputError(
-            "condition: expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists', "
-            f"got {text!r}"
+            "condition: expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY "
+            f"exists', got {text!r}; correct the condition"
         )
     key, sign, text = parts.groups()
     value = parse_value(text)

@@ -225,7 +225,8 @@ class Device(GalleryFile):
 
         if sum(one is not None for one in (image, text, embeddings)) != 1:
             raise InvalidInputError(
-                "search: expected exactly one of image=, text= and embeddings= as the query"
+                "search: expected exactly one of image=, text= and embeddings= as the query, got "
+                "none or several; pass one of them"
             )
         view = Search(self, {} if where is None else where)
         if image is not None:

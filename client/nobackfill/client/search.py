@@ -344,7 +344,9 @@ class Search:
     ) -> list[DeviceAnswer]:
         """Return the `k` nearest of each query, or k + 1 where `itself` is among the hits."""
         if not 1 <= k <= LARGEST_K:
-            raise InvalidInputError(f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}")
+            raise InvalidInputError(
+                f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}; request another number"
+            )
         neighbours = self._nearest(queries, k + itself)
         return [
             DeviceAnswer(

@@ -99,7 +99,7 @@ def normalised_source(source: str) -> str:
     if "://" in source or not folder.is_dir():
         raise ConfigurationError(
             "the address of a publication: expected grpc://HOST:PORT, grpcs://HOST:PORT, "
-            f"http(s)://… or an existing publication folder, got {source!r}"
+            f"http(s)://… or an existing publication folder, got {source!r}; correct the address"
         )
     return str(folder)
 
@@ -896,7 +896,7 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
         return summary
     if not is_gateway(to):
         raise ConfigurationError(
-            f"--to: expected the address of a gateway, grpc(s)://HOST:PORT, got {to!r}"
+            f"--to: expected the address of a gateway, grpc(s)://HOST:PORT, got {to!r}; correct it"
         )
     from nobackfill.v1 import release_pb2 as pb
     from nobackfill.wire.gateway import Gateway

@@ -139,14 +139,15 @@ def check_filter(condition: Filter) -> frozenset[str]:
     tests = list(_tests(condition, 0))
     if len(tests) > MOST_TESTS:
         raise InvalidInputError(
-            f"filter: expected at most {MOST_TESTS} conditions, got {len(tests)}; use one_of, "
-            "or store the combined result in the metadata"
+            f"filter: expected at most {MOST_TESTS} conditions, got {len(tests)}; join values of "
+            "one key with one_of, or store the result of several conditions under a metadata key "
+            "of its own"
         )
     values = sum(len(test.values) for test in tests if isinstance(test, OneOf))
     if values > MOST_VALUES:
         raise InvalidInputError(
-            f"filter: expected at most {MOST_VALUES} values, got {values}; store in the metadata "
-            "what these items have in common"
+            f"filter: expected at most {MOST_VALUES} values, got {values}; store under one "
+            "metadata key what these items have in common, and filter on that key"
         )
     for test in tests:
         _check_numbers(test)

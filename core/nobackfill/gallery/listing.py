@@ -62,7 +62,9 @@ class ListingPosition:
 def check_page_limit(limit: int) -> None:
     """Raise InvalidInputError unless the largest number of items of a page is at least 1."""
     if limit < 1:
-        raise InvalidInputError(f"limit of a page: expected at least 1 item, got {limit}")
+        raise InvalidInputError(
+            f"limit of a page: expected at least 1 item, got {limit}; request more"
+        )
 
 
 def read_items_page(

@@ -108,8 +108,8 @@ def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) 
         except sqlite3.DatabaseError as error:
             raise DamagedError(
                 source,
-                f"{error}, in the tables that say which model each vector is of, so that nothing "
-                "can be rescued",
+                f"{error}, in the tables that name the model of each vector, so nothing can be "
+                "rescued",
             ) from error
         create_in_place(target, None)
         with contextlib.closing(open_connection(target)) as new:

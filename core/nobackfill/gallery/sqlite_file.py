@@ -1753,7 +1753,8 @@ def migrate_file(connection: sqlite3.Connection) -> None:
     result = connection.execute("PRAGMA user_version").fetchone()[0]
     if result != GALLERY_FORMAT:
         raise sqlite3.DatabaseError(
-            f"the migrations lead to format {result}, expected {GALLERY_FORMAT}"
+            f"the conversion of this gallery ended at format {result}, expected {GALLERY_FORMAT}; "
+            "report this defect of nobackfill"
         )
 
 

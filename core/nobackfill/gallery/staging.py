@@ -339,8 +339,8 @@ def run_upgrade(
     """
     if chunk_items < 1:
         raise InvalidInputError(
-            "chunk_items, the items that an upgrade migrates at once: expected at least 1, got "
-            f"{chunk_items}"
+            "chunk_items, the number of items that an upgrade migrates at once: expected at "
+            f"least 1, got {chunk_items}; pass a larger number"
         )
     store.add_staging_space(target)
     windows = store.windows_of_missing_vectors(
@@ -704,8 +704,8 @@ def rollback(
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
         if not previous:
             raise NotFoundError(
-                "this gallery has no older release to roll back to: it was never upgraded, or the "
-                "vectors of that release were removed. Activate a release instead"
+                "this gallery has no older release to roll back to: it was never upgraded, or "
+                "the older release's vectors were removed. Activate a release instead"
             )
         target = max(previous, key=lambda info: info.activated)
         _activate(connection, target, "staging", leave_behind)

@@ -296,7 +296,8 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
     for array in (embedding, side):
         if array is not None and len(array) != rows:
             raise InvalidInputError(
-                f"{what}: expected {rows} vectors, one for each item, got {len(array)}"
+                f"{what}: expected {rows} vectors, one for each item, got {len(array)}; pass as "
+                "many as items"
             )
     return CheckedVectors(info, embedding, side, new.origin)
 

@@ -69,7 +69,8 @@ class BackfillCurve:
         if figures.shape != self.shares.shape:
             raise ValueError(
                 f"area under a backfill curve: expected one figure for each of {len(self.shares)} "
-                f"shares, got figures of the shape {figures.shape}"
+                f"shares, got figures of the shape {figures.shape}; pass an array with one figure "
+                "for each share"
             )
         return float(np.trapezoid(figures, self.shares))
 
@@ -296,8 +297,9 @@ def curves_by_order(
     for name, order in orders.items():
         if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
             raise ValueError(
-                f"order {name!r} of a backfill: expected each item from 0 to {len(backfilled) - 1} "
-                "once, got missing, repeated or other items"
+                f"order {name!r} of a backfill: expected each item from 0 to "
+                f"{len(backfilled) - 1} once, got missing, repeated or other items; pass a "
+                "permutation of all items"
             )
         counts = np.round(points[name] * len(order.items)).astype(np.int64)
         replacements.append(ReplacementSteps(order.items, counts))

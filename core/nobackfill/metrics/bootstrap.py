@@ -121,7 +121,7 @@ def paired_bootstrap(
     if not 0 < level < 1 or resamples < 1:
         raise ValueError(
             f"bootstrap: expected 0 < level < 1 and resamples >= 1, got level {level} and "
-            f"{resamples} resamples"
+            f"{resamples} resamples; correct these arguments"
         )
     queries = _queries(a, b)
     units, class_count, tail = queries, None, (1 - level) / 2
@@ -150,19 +150,21 @@ def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]])
     if not a or len(a) != len(b):
         raise ValueError(
             "bootstrap of a difference: expected as many runs of one model as of the other, got "
-            f"{len(a)} and {len(b)}"
+            f"{len(a)} and {len(b)}; pass pairs of runs"
         )
     units = []
     for left, right in zip(a, b, strict=True):
         if left.shape != right.shape or left.ndim != 1:
             raise ValueError(
                 "bootstrap of a difference: expected one value for each query [q] from both "
-                f"models, got {left.shape} and {right.shape}"
+                f"models, got arrays of the shapes {left.shape} and {right.shape}; measure both "
+                "models on the same queries"
             )
         if (np.isnan(left) != np.isnan(right)).any():
             raise ValueError(
-                "bootstrap of a difference: expected NaN at the same queries from both models, got "
-                "a query that only one of them answers"
+                "bootstrap of a difference: expected NaN at the same queries from both models, "
+                "got a query that only one of them answers; measure both models on the same "
+                "queries"
             )
         answerable = np.flatnonzero(~np.isnan(left))
         if not len(answerable):

@@ -26,7 +26,7 @@ def linear_cka(x: Floats, y: Floats) -> float:
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(
             "CKA: expected embeddings [n, a] and [n, b] of the same images by both models, got "
-            f"{x.shape} and {y.shape}"
+            f"arrays of the shapes {x.shape} and {y.shape}; embed the same images with both"
         )
     xc = x.astype(np.float64) - x.mean(axis=0, dtype=np.float64)
     yc = y.astype(np.float64) - y.mean(axis=0, dtype=np.float64)

@@ -51,6 +51,6 @@ def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
     if labels.shape != per_query.shape:
         raise ValueError(
             "labels of queries: expected one for each query, an array of the shape "
-            f"{per_query.shape}, got {labels.shape}"
+            f"{per_query.shape}, got {labels.shape}; pass a label for each query"
         )
     return labels

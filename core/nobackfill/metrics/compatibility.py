@@ -205,7 +205,7 @@ def strict_criterion(
 def _positive(value: float, what: str) -> float:
     if value <= 0:
         raise ValueError(
-            f"{what}: expected a figure above 0, because another figure is divided by it, got "
-            f"{value}; measure on images that these models find"
+            f"{what}: expected a figure above 0, because another figure is divided by this one, "
+            f"got {value}; measure on images that these models can find"
         )
     return value

@@ -82,8 +82,8 @@ def to_unit_norm(vectors: Floats) -> Floats:
 def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Floats]:
     if queries.ndim != 2 or gallery.ndim != 2 or queries.shape[1] != gallery.shape[1]:
         raise ValueError(
-            "vectors to compare: expected queries [q, dim] and gallery [g, dim], got "
-            f"{queries.shape} and {gallery.shape}"
+            "vectors to compare: expected queries [q, dim] and gallery [g, dim], got arrays of "
+            f"the shapes {queries.shape} and {gallery.shape}; pass vectors of one dimension"
         )
     single = queries.dtype == gallery.dtype == np.float32
     dtype = np.float32 if single else np.float64
@@ -96,7 +96,10 @@ def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Fl
     if metric == "cosine":
         return to_unit_norm(queries), to_unit_norm(gallery)
     if metric not in get_args(Metric):
-        raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
+        raise ValueError(
+            f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}; pass one of "
+            "these"
+        )
     return queries, gallery
 
 

@@ -42,13 +42,14 @@ def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
     """
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(
-            f"neighbours: expected positions [q, k] of at least one query, got {neighbours.shape}"
+            "neighbours: expected positions [q, k] of at least one query, got an array of the "
+            f"shape {neighbours.shape}"
         )
     counts = np.bincount(neighbours.ravel(), minlength=gallery_size).astype(np.float64)
     if len(counts) > gallery_size:
         raise ValueError(
             f"neighbours: expected positions below {gallery_size}, the size of the gallery, got "
-            f"{len(counts) - 1}"
+            f"{len(counts) - 1}; pass the size of the gallery that was searched"
         )
     deviations = counts - counts.mean()
     spread = float(np.mean(deviations**2)) ** 0.5

@@ -26,7 +26,10 @@ def exact_neighbours(
             fit, values are not finite, a vector is zero with cosine, or the metric is unknown.
     """
     if not 1 <= k <= len(gallery):
-        raise ValueError(f"k must be 1 to {len(gallery)}, the size of the gallery, got {k}")
+        raise ValueError(
+            f"k, the number of neighbours, must be 1 to {len(gallery)}, the size of the gallery, "
+            f"got {k}; pass another k"
+        )
     positions, values = [], []
     for _, block in distance_blocks(queries, gallery, metric):
         kth = np.partition(block, k - 1, axis=1)[:, k - 1]

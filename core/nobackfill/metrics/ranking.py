@@ -75,7 +75,8 @@ def relevance_by_label(
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
         raise ValueError(
             "query_labels and gallery_labels: expected one dimension each, got the shapes "
-            f"{query_labels.shape} and {gallery_labels.shape}"
+            f"{query_labels.shape} and {gallery_labels.shape}; pass one label for each query and "
+            "item"
         )
     order = np.argsort(gallery_labels, kind="stable").astype(np.int64)
     values, starts = np.unique(gallery_labels[order], return_index=True)
@@ -88,13 +89,14 @@ def relevance_by_label(
         return Relevance(relevant, [none] * len(relevant))
     if query_images is None or gallery_images is None:
         raise ValueError(
-            "query_images and gallery_images: expected both or neither, got one of them"
+            "query_images and gallery_images: expected both or neither, got one of them; pass "
+            "the other one, too"
         )
     if len(query_images) != len(query_labels) or len(gallery_images) != len(gallery_labels):
         raise ValueError(
             "query_images and gallery_images: expected one image identity for each label, "
             f"{len(query_labels)} and {len(gallery_labels)}, got {len(query_images)} and "
-            f"{len(gallery_images)}"
+            f"{len(gallery_images)}; pass an identity for each query and item"
         )
     positions: dict[str | int, list[int]] = {}
     for position, image in enumerate(gallery_images):
@@ -125,7 +127,7 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
             f"relevance: expected one entry for each of {len(queries)} queries, got "
-            f"{len(relevance.relevant)}"
+            f"{len(relevance.relevant)}; pass the relevance of the same queries"
         )
     ranks: list[Ints] = []
     for first, block in distance_blocks(queries, gallery, metric):
@@ -183,7 +185,8 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     """
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(
-            f"neighbours: expected positions [{len(relevance.relevant)}, k], got {neighbours.shape}"
+            f"neighbours: expected positions of the shape [{len(relevance.relevant)}, k], one row "
+            f"for each query, got {neighbours.shape}"
         )
     ranks, counts = [], []
     for row, relevant, ignored in zip(

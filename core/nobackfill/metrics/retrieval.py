@@ -131,4 +131,4 @@ def _or_nan(counts: NDArray[np.int64]) -> PerQuery:
 
 def _check_k(k: int) -> None:
     if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+        raise ValueError(f"k, the number of hits, must be at least 1, got {k}; pass a larger k")

@@ -26,9 +26,9 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     """
     if not len(genuine) or not len(impostor):
         raise ValueError(
-            "verification: expected distances of at least one genuine pair (same identity) and one "
-            f"impostor pair (different identities), got {len(genuine)} genuine and {len(impostor)} "
-            "impostor pairs"
+            "verification: expected distances of at least one genuine pair (same identity) and "
+            f"one impostor pair (different identities), got {len(genuine)} genuine and "
+            f"{len(impostor)} impostor pairs; add pairs of the missing kind"
         )
     return float(np.mean(genuine < threshold_at_error_rate(impostor, far)))
 
@@ -48,7 +48,10 @@ def threshold_at_error_rate(wrong_distances: Floats, rate: float) -> float:
         ValueError: The rate is out of range.
     """
     if not 0 <= rate <= 1:
-        raise ValueError(f"false accept rate: expected a rate of 0 to 1, got {rate}")
+        raise ValueError(
+            f"false accept rate: expected a rate of 0 to 1, got {rate}; pass a fraction, not a "
+            "percentage"
+        )
     ordered: NDArray[np.floating] = np.sort(wrong_distances)
     # 0.29 * 100 is 28.999999999999996: the product of an exact share must round to the whole
     # number.

@@ -59,8 +59,9 @@ def parse_cell(text: str) -> CellName:
     match = _CELL.match(text.strip())
     if match is None:
         raise ConfigurationError(
-            "--cells: expected a cell like 2/2, 2/1 or 2/1>2 (the release of the queries, a slash, "
-            f"the gallery's release and those of its upgrades), got {text!r}"
+            "--cells: expected a cell like 2/2, 2/1 or 2/1>2 (RELEASE OF THE QUERIES/RELEASE OF "
+            f"THE GALLERY, then >RELEASE for each upgrade of the gallery), got {text!r}; correct "
+            "the cell"
         )
     return CellName(int(match[1]), tuple(int(part) for part in match[2].split(">")))
 

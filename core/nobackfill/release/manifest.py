@@ -681,19 +681,19 @@ class Manifest(ManifestPart):
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(
-                "upgrades: expected distinct older releases as their starts, got "
+                "upgrades: expected each to start from another older release, got "
                 f"{join_few(sources)}"
             )
         targets = [adapter.to_release for adapter in self.adapters]
         if len(set(targets)) != len(targets) or any(m >= self.release for m in targets):
             raise ValueError(
-                f"expected query adapters to distinct older releases, got {join_few(targets)}"
+                f"adapters: expected each to lead to another older release, got {join_few(targets)}"
             )
         spaces = [adapter.to_space for adapter in self.adapters]
         if len(set(spaces)) != len(spaces) or set(spaces) & {self.space, *self.searches_directly}:
             raise ValueError(
-                "expected query adapters to distinct spaces, none of them the release's own or in "
-                "searches_directly"
+                "adapters: expected each to lead to another space, and none to the "
+                "release's own space or one in searches_directly"
             )
         if any(route.releases[-1] != self.release for route in self.routes):
             others = [route.releases[-1] for route in self.routes]
@@ -775,7 +775,7 @@ class Manifest(ManifestPart):
         none."""
         return NoEncoderError(
             f"release {self.release} embeds no images; send "
-            f"{'a text, or ' if self.text_encoder else ''}an embedding of its space"
+            f"{'a text, or ' if self.text_encoder else ''}an embedding in the release's space"
         )
 
     def no_texts_error(self) -> NoEncoderError:
@@ -783,7 +783,7 @@ class Manifest(ManifestPart):
         none."""
         return NoEncoderError(
             f"release {self.release} embeds no texts; send "
-            f"{'an image, or ' if self.embedder.file else ''}an embedding of its space"
+            f"{'an image, or ' if self.embedder.file else ''}an embedding in the release's space"
         )
 
     def embedding_files(self) -> tuple[PublishedFile, ...]:
@@ -1050,7 +1050,10 @@ class Converter(ManifestPart):
                 f"expected the file {converter_path(self.converter)}, got {self.file.path}"
             )
         if self.old.fingerprint == self.new.fingerprint:
-            raise ValueError("expected two different models, got one fingerprint twice")
+            raise ValueError(
+                "expected two different models, an old and a new one, got the same fingerprint "
+                "for both"
+            )
         return self
 
 

@@ -149,8 +149,8 @@ class UpgradeModel:
                 raise InvalidInputError(
                     f"upgrade from release {upgrade.from_release}: expected {count} rows of "
                     "side-information, one for each vector, got "
-                    f"{'none' if side is None else len(side)}; read it from the gallery with the "
-                    "vectors"
+                    f"{'none' if side is None else len(side)}; read the side-information from the "
+                    "gallery together with the vectors"
                 )
             inputs["side"] = check_vectors(
                 side, upgrade.from_side_dim, error_name="side-information to upgrade"
@@ -324,7 +324,8 @@ def no_vector_error(manifest: "Manifest | ImageModel") -> InvalidInputError:
     usable vector."""
     return InvalidInputError(
         f"image: the models of release {manifest.release} return no usable vector for this image "
-        "(zero, or not finite), as often for images of a single colour; leave the image out"
+        "(zero, or not finite), which is common for images of a single colour; leave the image "
+        "out"
     )
 
 

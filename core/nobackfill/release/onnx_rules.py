@@ -292,7 +292,10 @@ def _check_arithmetic(graph: GraphProto) -> None:
             constant |= set(node.output)
             folded += sum(_elements(values.get(name)) for name in node.output if name)
     if folded > LARGEST_VALUE:
-        raise OnnxRuleError(f"it computes {folded} elements from constants; fold them at export")
+        raise OnnxRuleError(
+            f"it computes {folded} elements from constants, expected at most {LARGEST_VALUE}; "
+            "fold the constants at export"
+        )
 
 
 def _elements(kind: TypeProto.Tensor | None) -> int:

@@ -172,8 +172,8 @@ def _refuse_probes(name: str) -> Iterator[None]:
         yield
     except InvalidInputError as error:
         raise VerificationError(
-            f"golden probe {name} (a test input of the release): its own model refuses it: "
-            f"{error}. The release is not used; its publisher must publish it again"
+            f"golden probe {name} (a test input of the release): the release's own model refuses "
+            f"this input: {error}. The release is not used; its publisher must publish it again"
         ) from error
 
 

@@ -379,6 +379,6 @@ def explain_duplicate_space(manifest: Manifest, others: Iterable[Manifest]) -> s
         if other.space == manifest.space and other.release < manifest.release:
             return (
                 f"release {manifest.release} has the same space as release {other.release}, and "
-                "two releases must not share one; publish a release with a changed embedder"
+                "two releases must not share a space; publish a release with a changed embedder"
             )
     return None

@@ -232,7 +232,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     if scheme not in _SCHEMES or (len(hosts) > 1 and "" in hosts):
         raise ConfigurationError(
             "the gateway's address: expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, "
-            f"several hosts separated by commas, got {address!r}"
+            f"several hosts separated by commas, got {address!r}; correct the address"
         )
     options = [
         ("grpc.enable_retries", 0),

@@ -125,7 +125,8 @@ class SearchCalls(Connection):
         """
         if kind not in FEEDBACK:
             raise InvalidInputError(
-                f"kind of feedback: expected one of {', '.join(sorted(FEEDBACK))}, got {kind!r}"
+                f"kind of feedback: expected one of {', '.join(sorted(FEEDBACK))}, got {kind!r}; "
+                "pass one of these"
             )
         request = search_pb2.FeedbackRequest(
             gallery=gallery, request_id=request_id, item_id=item, kind=FEEDBACK[kind]
@@ -225,7 +226,8 @@ def _query(
 ) -> search_pb2.Query:
     if sum(one is not None for one in (image, text, embeddings)) != 1:
         raise InvalidInputError(
-            "query: expected exactly one of image=, text= and embeddings=, got none or several"
+            "query: expected exactly one of image=, text= and embeddings=, got none or several; "
+            "pass one of them"
         )
     if image is not None:
         return search_pb2.Query(image=image_bytes(image))
@@ -241,7 +243,8 @@ def _query(
 def _accuracy(ef: int | None, exact: bool) -> search_pb2.Accuracy | None:
     if exact and ef is not None:
         raise InvalidInputError(
-            "accuracy of a search: expected ef= or exact=, not both; exact compares all items"
+            "accuracy of a search: expected ef= or exact=, got both; leave ef= out, because "
+            "exact= compares all items"
         )
     if exact:
         return search_pb2.Accuracy(exact=True)

@@ -150,7 +150,8 @@ class ReleaseCalls(Connection):
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
-                f"rollout: expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}"
+                f"rollout: expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}; pass "
+                "one of these"
             )
         request = release_pb2.ActivateReleaseRequest(
             number=number,

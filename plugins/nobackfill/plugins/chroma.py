@@ -78,7 +78,7 @@ class ChromaServer:
         if len(names) not in (0, 2):
             raise InvalidInputError(
                 "chroma: expected https://HOST:PORT or https://HOST:PORT/TENANT/DATABASE as the "
-                "address of the server, got another form"
+                "address of the server, got another form; correct SOURCE"
             )
         tenant, database = map(_quoted_path_part, names or _DEFAULT)
         self._root = (

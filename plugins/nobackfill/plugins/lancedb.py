@@ -233,7 +233,7 @@ class LanceSource:
         if len(metrics) > 1:
             raise InvalidInputError(
                 f"{self._name}.{self.vector}: expected indexes of one metric, found "
-                f"{join_few(sorted(metrics))}; drop those that no query uses"
+                f"{join_few(sorted(metrics))}; drop the indexes that no query uses"
             )
         return parse_store_metric(next(iter(metrics), ""), _METRICS, self._name)
 
@@ -406,7 +406,8 @@ class LanceSource:
     def _check_column(self, name: str) -> None:
         if name not in self.schema.names:
             raise InvalidInputError(
-                f"table {self._name}: no column {name!r}; it has {join_few(self.schema.names)}"
+                f"table {self._name}: no column {name!r}; correct the name. The columns are "
+                f"{join_few(self.schema.names)}"
             )
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
@@ -525,7 +526,9 @@ class LanceSource:
             return []
         before = old_name_after_flip(self.vector)
         if before in schema.names:
-            sentences.append(f"column {before!r} is left of an earlier flip: drop it first")
+            sentences.append(
+                f"column {before!r} is left over from an earlier flip: drop this column first"
+            )
         with _translate_errors(self._name):
             computed = [str(name) for name in self.table.embedding_functions]
         if computed:
@@ -1118,4 +1121,4 @@ def _translate_errors(name: str) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         kind = BusyError if any(word in message for word in _CONFLICTS) else InvalidInputError
-        raise kind(f"table {name}: LanceDB refuses this: {message[:300]}") from error
+        raise kind(f"table {name}: LanceDB refuses the request: {message[:300]}") from error

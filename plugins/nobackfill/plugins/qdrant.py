@@ -229,7 +229,7 @@ def translated_errors(name: str) -> Iterator[None]:
         ) from error
     except (ValueError, RuntimeError) as error:
         kind = BusyError if "already accessed" in str(error) else InvalidInputError
-        raise kind(f"collection {name}: Qdrant refuses this: {error}") from error
+        raise kind(f"collection {name}: Qdrant refuses the request: {error}") from error
 
 
 _PAGE = 500
@@ -812,7 +812,7 @@ class QdrantSource:
         if old is None or old not in vectors:
             raise NotFoundError(
                 f"collection {self._name}: the collection has no old vectors, so there is no flip "
-                f"to {new_name!r} to undo"
+                f"to {new_name!r} that can be undone"
             )
         without_old, stale = 0, list[Any]()
         for window in self.windows(_PAGE) if new_name in vectors else ():

@@ -898,7 +898,8 @@ class SqliteVecSource:
         table, database, name = self._table, self._database, target.name
         if not re.fullmatch(_WORD, name) or name.startswith(("nobackfill_", "sqlite_")):
             raise InvalidInputError(
-                f"--to: expected a table name of letters, digits and _, got {name!r}"
+                f"--to: expected a table name of letters, digits and _, got {name!r}; choose "
+                "another name"
             )
         with database.transaction():
             here, facts = database.read_facts(table.name), database.read_facts(name)
@@ -1457,4 +1458,4 @@ def translate_errors(name: str) -> Iterator[None]:
         kind: type[NobackfillError] = BusyError if busy else InvalidInputError
         if isinstance(error, apsw.ReadOnlyError) or "readonly" in str(error):
             kind = ConfigurationError
-        raise kind(f"{name}: SQLite refuses this: {error}") from error
+        raise kind(f"{name}: SQLite refuses the statement: {error}") from error

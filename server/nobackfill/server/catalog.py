@@ -93,7 +93,7 @@ def open_published_file(
         handle.close()
         raise OutOfRangeError(
             f"{path}: expected an offset of at most {status.st_size}, the size of the file, got "
-            f"{offset}"
+            f"{offset}; request the file again from its start"
         )
 
     def chunks() -> Iterator[bytes]:

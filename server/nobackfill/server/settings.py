@@ -117,7 +117,8 @@ class Settings(BaseSettings):
             (SQLITE, *DATABASES)
         ):
             raise ValueError(
-                "store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE, got another form"
+                "store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE, got another "
+                "form; correct it"
             )
         in_files = self.store is None or self.store.get_secret_value().startswith(SQLITE)
         if (self.workers or self.ray) and in_files:
@@ -136,8 +137,8 @@ class Settings(BaseSettings):
             )
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
-                "tls_client_ca asks clients for certificates, which needs TLS: set tls_cert and "
-                "tls_key as well"
+                "tls_client_ca requests certificates of clients, which needs TLS: set tls_cert "
+                "and tls_key as well"
             )
         missing = [
             name for name in ("tls_cert", "tls_key", "tokens_file") if getattr(self, name) is None
@@ -158,7 +159,9 @@ class Settings(BaseSettings):
         if address != IN_PROCESS:
             host, _ = split_address(address.removeprefix(TLS), "triton")
             if "://" in host:
-                raise ValueError(f"triton: expected HOST:PORT or {TLS}HOST:PORT, got {address!r}")
+                raise ValueError(
+                    f"triton: expected HOST:PORT or {TLS}HOST:PORT, got {address!r}; correct it"
+                )
         has_credentials = self.triton_ca is not None or self.triton_token_file is not None
         if has_credentials and not address.startswith(TLS):
             raise ValueError(
@@ -238,5 +241,5 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{name}: expected HOST:PORT, got {address!r}")
+        raise ValueError(f"{name}: expected HOST:PORT, got {address!r}; correct it")
     return host.strip("[]"), int(port)

@@ -150,7 +150,8 @@ class VaultBlobs:
             raise _not_found()
         if offset > blob.size:
             raise OutOfRangeError(
-                f"offset: expected at most {blob.size}, the size of the blob, got {offset}"
+                f"offset: expected at most {blob.size}, the size of the blob, got {offset}; "
+                "request the blob again from its start"
             )
         try:
             handle = path.open("rb")
@@ -356,7 +357,8 @@ def _check(blob: Blob) -> None:
     for name, value in (("id", blob.id), ("sha256", blob.sha256)):
         if not _HEX.match(value):
             raise InvalidInputError(
-                f"blob: expected 64 lower-case hex digits as its {name}, got {value[:80]!r}"
+                f"blob: expected 64 lower-case hex digits as its {name}, got {value[:80]!r}; "
+                f"correct the {name}"
             )
     if blob.size > LARGEST_BLOB:
         raise TooLargeError(

@@ -236,7 +236,8 @@ class Dual:
         """
         if not 1 <= k <= CANDIDATES_PER_SEARCH:
             raise InvalidInputError(
-                f"k, the number of hits: expected 1 to {CANDIDATES_PER_SEARCH}, got {k}"
+                f"k, the number of hits: expected 1 to {CANDIDATES_PER_SEARCH}, got {k}; pass "
+                "another k"
             )
         dims = self._mapping.dims
         by_old = check_vectors(np.atleast_2d(old), dims[0], error_name="query by the old model")
@@ -488,5 +489,7 @@ class AdapterSearch:
             NotFoundError: the table or the collection was deleted.
         """
         if k < 1:
-            raise InvalidInputError(f"k, the number of hits: expected 1 or more, got {k}")
+            raise InvalidInputError(
+                f"k, the number of hits: expected 1 or more, got {k}; pass a larger k"
+            )
         return self._source.nearest(self._adapter(np.atleast_2d(new))[0], k)

@@ -458,7 +458,7 @@ def _open_file(path: Path) -> BinaryIO:
     os.close(descriptor)
     raise InvalidInputError(
         f"{path}: expected a regular file, because its lines are read by offset, got a folder, "
-        "pipe or device"
+        "pipe or device; store the lines in a file"
     )
 
 

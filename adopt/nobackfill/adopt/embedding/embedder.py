@@ -113,7 +113,7 @@ def open_embedder(
         return PythonFunction(model)
     raise InvalidInputError(
         f"{model}: expected a model as FILE.onnx, the folder of a model, module:function, or the "
-        "https:// address of an endpoint"
+        "https:// address of an endpoint; correct the name"
     )
 
 
@@ -292,7 +292,7 @@ def _fingerprint(module: ModuleType, name: str) -> str:
         return sha256_bytes(f"{name}\n{code}".encode())
     if not isinstance(declared, str) or not declared:
         raise InvalidInputError(
-            f"{name}: expected its module's FINGERPRINT to be a text that changes with the model, "
-            f'for example "name, version 2"; got {declared!r}'
+            f"{name}: expected FINGERPRINT in the function's module to be a text that changes with "
+            f'the model, for example "name, version 2"; got {declared!r}'
         )
     return declared if _DIGEST.fullmatch(declared) else sha256_bytes(declared.encode())

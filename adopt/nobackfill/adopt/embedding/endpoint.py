@@ -97,7 +97,8 @@ class Endpoint:
         if parsed.host is None or parsed.auth is not None:
             raise ConfigurationError(
                 "address of the endpoint: expected https://HOST/PATH without a user name and "
-                f"password, which are not repeated here; put the key in the variable {KEY_VARIABLE}"
+                "password (this message leaves them out); put the API key in the environment "
+                f"variable {KEY_VARIABLE}"
             )
         address, _, settings = url.partition("#")
         # The query may hold a secret.
@@ -106,8 +107,8 @@ class Endpoint:
         if settings:
             if (number := _DIMENSIONS.fullmatch(settings)) is None:
                 raise ConfigurationError(
-                    f"{self._name}: expected nothing or dimensions=NUMBER behind #, got "
-                    f"{settings[:64]!r}"
+                    f"{self._name}: expected nothing or dimensions=NUMBER after #, got "
+                    f"{settings[:64]!r}; correct the address"
                 )
             self._settings["dimensions"] = int(number[1])
         if parsed.scheme != "https" and not is_loopback(parsed.host or ""):
@@ -154,8 +155,8 @@ class Endpoint:
         except UnusableItemsError as error:
             if len(items) == 1 and not self._takes_plain():
                 raise InvalidInputError(
-                    f"{error}; it refuses every other text as well, so check the name of the model "
-                    "and the address"
+                    f"{error}; the endpoint refuses every other text as well, so check the name "
+                    "of the model and the address"
                 ) from error
             raise
 

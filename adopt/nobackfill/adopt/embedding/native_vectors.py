@@ -184,8 +184,8 @@ def open_originals(source: Source, column: str | None, items: str | None) -> Ori
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
-            "expected either --column NAME or --items PATH, got both or neither: they name the "
-            "texts or images that the new model embeds"
+            "expected either --column NAME or --items PATH, which name the texts or images that "
+            "the new model embeds, got both or neither; give exactly one"
         )
     if items is not None:
         return ListedOriginals(read_items(items, column="text"), Path(items))
@@ -207,8 +207,8 @@ def _check_column(source: Source, column: str) -> None:
         source.column(next(iter(source.windows(1)), Window()), column)
     except InvalidInputError as error:
         raise InvalidInputError(
-            f"{name}: expected --column to name a column of the store, got {column!r}; the columns "
-            f"are {join_few(known) or 'none'}"
+            f"{name}: expected --column to name a column of the store, got {column!r}; correct "
+            f"the name. The columns are {join_few(known) or 'none'}"
         ) from error
 
 
@@ -337,7 +337,7 @@ class NativeVectorComputer:
         if not models:
             raise InvalidInputError(
                 "expected --with MODEL or --vectors FOLDER, from which the new vectors come, got "
-                "neither"
+                "neither; give one of them"
             )
         check_same_model(models[0], models[-1], "--with and --vectors")
         if embedder is not None and embedder.input_kind not in (None, contents.kind):

@@ -144,8 +144,8 @@ class ImageInput:
             shortest = shortest or longer
         elif shortest is not None:
             raise InvalidInputError(
-                f"{self._path}: expected `shortest` only with the fit crop, got the fit "
-                f"{declared.fit}; leave --shortest out, or give --fit crop"
+                f"{self._path}: expected the setting `shortest` only with the setting `fit` crop, "
+                f"got `fit` {declared.fit}; leave --shortest out, or give --fit crop"
             )
         if shortest is not None and shortest < longer:
             raise InvalidInputError(
@@ -315,8 +315,8 @@ class OnnxModel:
         """
         if pixels:
             raise InvalidInputError(
-                f"{self._path}: reads texts, so it has no settings of images; leave out "
-                f"{', '.join(f'--{one}' for one in pixels)}"
+                f"{self._path}: this model reads texts, so it has no settings of images; leave "
+                f"out {', '.join(f'--{one}' for one in pixels)}"
             )
         outputs = [one.name for one in self._session.get_outputs()]
         declared = {role: read_declaration(self._path, outputs, role) for role in TEXT_ROLES}

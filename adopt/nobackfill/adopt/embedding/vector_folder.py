@@ -208,7 +208,11 @@ def _wanted(
     if not ids:
         raise NotFoundError(
             f"{address}: expected items to embed, found none"
-            + (" with the ids of --only; correct these" if only is not None else "; name another")
+            + (
+                " with the ids of --only; correct the ids in that file"
+                if only is not None
+                else "; name another folder or file"
+            )
         )
     return ItemList(kind, ids, values)
 

@@ -161,8 +161,8 @@ class FlippingSource(CopiedSource):
         sentences = self._store.obstacles(self._name, self._here)
         if (original := self._original()) is not None:
             sentences.append(
-                f"the collection {original.name!r} is left of an earlier flip: end that migration "
-                "by `nobackfill migrate finish` or `nobackfill migrate back`"
+                f"the collection {original.name!r} is left over from an earlier flip: end that "
+                "migration with `nobackfill migrate finish` or `nobackfill migrate back`"
             )
         return sentences
 
@@ -217,9 +217,9 @@ class FlippingSource(CopiedSource):
         if found.name == self._led.name:
             if any(_is_written(found, window) for window in found.windows(_PAGE)):
                 raise InvalidInputError(
-                    f"{self._name}: a flip to {name!r} was killed, and programs have written items "
-                    "since; complete it by the same `nobackfill migrate`, then run `nobackfill "
-                    "migrate back`"
+                    f"{self._name}: a flip to {name!r} was killed, and programs have written "
+                    "items since; run the same `nobackfill migrate` again to complete the flip, "
+                    "then run `nobackfill migrate back`"
                 )
             self._store.redirect_name(self._name, self._here.name)
             self._led = self._here
@@ -262,9 +262,10 @@ class FlippingSource(CopiedSource):
         to_new = self._store.lead_command(self._name, to)
         to_old = self._store.lead_command(self._name, to.removesuffix("_new"))
         raise PreconditionError(
-            f"{self._name}: it leads to {self.flip_name!r} now, which this migration has neither "
-            f"read nor written, so nothing was changed. Let it lead to the new vectors again by "
-            f"{to_new}, or to the old ones by {to_old}, then run this command again"
+            f"{self._name}: this name leads to the collection {self.flip_name!r} now, which this "
+            "migration has neither read nor written, so nothing was changed. Let it lead to the "
+            f"new vectors again by {to_new}, or to the old ones by {to_old}, then run this "
+            "command again"
         )
 
     def record_model(self, model: str) -> None:
@@ -334,7 +335,7 @@ class FlippingSource(CopiedSource):
         if original is None or copy.name != new_name:
             raise NotFoundError(
                 f"{self._name}: there is no collection of old vectors, so there is no flip to "
-                f"{new_name!r} to undo"
+                f"{new_name!r} that can be undone"
             )
         losses, gone, digests = 0, list[Any](), list[NDArray[np.uint64]]()
         for window in original.windows(_PAGE):
@@ -386,9 +387,9 @@ class FlippingSource(CopiedSource):
             self._store.redirect_name(self._name, copy.name)
             self._store.record_facts(copy.name, {_FLIP: _DONE})
             raise InvalidInputError(
-                f"{self._name}: {losses} items were written while the migration was taken back; "
-                "nothing was taken back. Stop the programs that write, and run `nobackfill migrate "
-                "back` again, or with --yes to lose these items"
+                f"{self._name}: {losses} items were written while the migration was being undone, "
+                "so nothing was undone. Stop the programs that write, and run `nobackfill "
+                "migrate back` again, or with --yes to lose these items"
             )
 
     def drop_old(self) -> None:

@@ -61,19 +61,21 @@ def open_source(
             address.encode()
         except UnicodeEncodeError as error:
             raise InvalidInputError(
-                f"SOURCE: expected an address in UTF-8, as in {_POSTGRES}, got other bytes"
+                f"SOURCE: expected an address in UTF-8, as in {_POSTGRES}, got other bytes; "
+                "correct SOURCE"
             ) from error
         server, _, table = address.partition("#")
         if not table:
             raise InvalidInputError(
-                f"SOURCE: expected the name of a table after #, as in {_POSTGRES}, got none"
+                f"SOURCE: expected the name of a table after #, as in {_POSTGRES}, got none; add it"
             )
         if where is not None:
             return PgvectorSelection(server, table, key, vector, where=where)
         return PgvectorSource(server, table, key, vector)
     if where is not None:
         raise InvalidInputError(
-            f"--where: expected a table of PostgreSQL, {_POSTGRES}; the other stores are read whole"
+            f"--where: expected a table of PostgreSQL, {_POSTGRES}; the other stores are read "
+            "whole, so leave --where out"
         )
     kind, colon, rest = address.partition(":")
     if colon and kind in plugin_names("sources"):

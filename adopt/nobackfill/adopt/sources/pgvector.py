@@ -137,7 +137,8 @@ class PgvectorSource:
                 )
             elif not vectors:
                 what_next = (
-                    "a column of numbers becomes one by ALTER TABLE … ALTER COLUMN … TYPE vector(N)"
+                    "to convert a column of numbers, run ALTER TABLE … ALTER COLUMN … TYPE "
+                    "vector(N)"
                 )
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of type "
@@ -190,7 +191,7 @@ class PgvectorSource:
             METRIC_BY_OPERATOR_CLASS[name] for name in names if name in METRIC_BY_OPERATOR_CLASS
         }
         if len(metrics) > 1:
-            what_next = "drop those that no query uses"
+            what_next = "drop the indexes that no query uses"
             if self._table.where is not None:
                 what_next = f"build one for the same rows, with WHERE {self._table.where}"
             raise InvalidInputError(
@@ -296,8 +297,8 @@ class PgvectorSource:
         """
         if name not in self._table.columns:
             raise InvalidInputError(
-                f"{self._table.name}: this table has no column {name!r}; its columns are "
-                f"{join_few(self._table.columns)}"
+                f"{self._table.name}: this table has no column {name!r}; correct the name. The "
+                f"columns are {join_few(self._table.columns)}"
             )
         found = self._table.query_all(
             "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {chosen} "
@@ -336,8 +337,8 @@ class PgvectorSource:
             column = self.vector
         elif column not in self._table.columns:
             raise NotFoundError(
-                f"{self._table.name}: this table has no column {column!r}; its columns are "
-                f"{join_few(self._table.columns)}"
+                f"{self._table.name}: this table has no column {column!r}; correct the name. The "
+                f"columns are {join_few(self._table.columns)}"
             )
         kind, expression = self._searched(column, of)
         # A table of new vectors holds no rows but those of the condition.
@@ -443,8 +444,8 @@ class PgvectorSource:
         """
         if column not in self._table.columns:
             raise InvalidInputError(
-                f"{self._table.name}: this table has no column {column!r}; its columns are "
-                f"{join_few(self._table.columns)}"
+                f"{self._table.name}: this table has no column {column!r}; correct the name. The "
+                f"columns are {join_few(self._table.columns)}"
             )
         found = self._table.query_after_setting(
             "SELECT {key}::text, {column}::text FROM {table} t "

@@ -534,8 +534,8 @@ class SourceTable:
         """
         if column is not None and column not in self.columns:
             raise InvalidInputError(
-                f"{self.name}: this table has no column {column!r}; its columns are "
-                f"{join_few(self.columns)}"
+                f"{self.name}: this table has no column {column!r}; correct the name. The columns "
+                f"are {join_few(self.columns)}"
             )
         found = self.query_all(
             "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
@@ -754,8 +754,8 @@ class SourceTable:
         """
         if column is not None and column not in self.columns:
             raise InvalidInputError(
-                f"{self.name}: this table has no column {column!r}; its columns are "
-                f"{join_few(self.columns)}"
+                f"{self.name}: this table has no column {column!r}; correct the name. The columns "
+                f"are {join_few(self.columns)}"
             )
         changed = sql.SQL(
             " OR (OLD.{0} IS NULL) <> (NEW.{0} IS NULL) OR NOT "

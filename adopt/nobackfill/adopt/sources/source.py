@@ -744,8 +744,8 @@ def check_rows(rows: Rows, dim: int | None, where: str) -> Rows:
     """
     if dim is not None and len(rows) and rows.vectors.shape[1] != dim:
         raise InvalidInputError(
-            f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; "
-            "use vectors of one model, and a map for them"
+            f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; use "
+            "vectors of one model, and a map that was fitted on that model's vectors"
         )
     bad = np.flatnonzero(~np.isfinite(rows.vectors).all(1))
     if len(bad):
@@ -896,8 +896,8 @@ def read_mark(path: Path) -> object:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError, OSError) as error:
         raise InvalidInputError(
-            f"{path}: expected the JSON record of new vectors, which cannot be read ({error}); "
-            "delete this file and the new vectors of its name, then run `nobackfill carry` again"
+            f"{path}: this record of new vectors cannot be read as JSON ({error}); delete it and "
+            "the new vectors that it names, then run `nobackfill carry` again"
         ) from error
 
 
@@ -977,7 +977,8 @@ def parse_server_address(place: str, kind: str, key: str) -> SplitResult:
         ) from error
     if "@" in parts.netloc:
         raise ConfigurationError(
-            f"{kind}: expected no password in the address; put the key in {key}"
+            f"{kind}: expected no password in the address; put the server's key in the "
+            f"environment variable {key}"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(

@@ -93,7 +93,7 @@ def read_recipient(text: str) -> Recipient:
     except pyrage.RecipientError as error:
         raise ConfigurationError(
             f"--recipient: expected a public key age1..., got {text!r} ({error}); `age-keygen -y "
-            "FILE` prints that of a secret key"
+            "FILE` prints the public key of a secret key in FILE"
         ) from error
 
 

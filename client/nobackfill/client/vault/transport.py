@@ -115,8 +115,8 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
             durable.remove_tree(part)
             raise VerificationError(
                 f"blob {blob.id}: expected {blob.size} bytes, the vault holds fewer than the "
-                f"{position} that an earlier pull received; the received part was deleted, so run "
-                "`edge-client pull` again"
+                f"{position} bytes that an earlier pull received; the received part was deleted, "
+                "so run `edge-client pull` again"
             ) from error
         except NobackfillError as error:
             if not is_transient(error):
@@ -181,16 +181,17 @@ def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
             if listing and blob.id <= listing[-1].id:
                 raise VerificationError(
                     f"{gateway.address}: expected blobs in the order of their ids, got "
-                    f"{blob.id[:8]}… again; the vault at this address cannot be used, tell its "
-                    "operator"
+                    f"{blob.id[:8]}… after a greater or equal id; the vault at this address "
+                    "cannot be used, tell its operator"
                 )
             listing.append(blob)
         if not page.next_page_token:
             return listing
         if len(listing) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
             raise VerificationError(
-                f"{gateway.address}: expected a list of at most {_MOST_BLOBS} blobs, got no end "
-                f"after {len(listing)}; the vault at this address cannot be used, tell its operator"
+                f"{gateway.address}: expected a list of at most {_MOST_BLOBS} blobs, got a list "
+                f"that goes on after {len(listing)}; the vault at this address cannot be used, "
+                "tell its operator"
             )
         token = page.next_page_token
 
@@ -246,7 +247,7 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
     address = str(where or device.state("vault") or device.state("source"))
     if not is_gateway(address):
         raise ConfigurationError(
-            f"{address} is no gateway, so it holds no vault; name one with `push --vault "
+            f"{address} is no gateway, so it holds no vault; name a gateway with `push --vault "
             "grpc://HOST:PORT`"
         )
     return address
@@ -287,9 +288,9 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
     lacking = sum(entry.blob not in listed for entry in pushed)
     if lacking:
         raise ConfigurationError(
-            f"{address} lacks {lacking} of the {len(pushed)} images that were pushed to "
-            f"{stored_address or 'another gateway'}; name that one with --vault, or move its "
-            "vault to this one first (gateway data move)"
+            f"{address}: the vault there lacks {lacking} of the {len(pushed)} images that this "
+            f"gallery pushed to {stored_address or 'another gateway'}; name the earlier gateway "
+            "with --vault, or move its vault to the new gateway first (`gateway data move`)"
         )
     return listed
 

@@ -497,8 +497,8 @@ def _rows_in(skeleton: GraphSkeleton, labels: Labels) -> Rows:
     positions[labels[positions] != skeleton.labels] = -1
     if len(skeleton.rows) and skeleton.rows.max() >= len(positions):
         raise VerificationError(
-            "the index file was built for other vectors: it refers to rows above the "
-            f"{len(positions)} that it lists; build the index again"
+            f"the index file was built for other vectors: it lists {len(positions)} rows and "
+            "refers to more; build the index again"
         )
     # The last -1 is for elements without a row.
     moved: Rows = np.append(positions, -1)[skeleton.rows]

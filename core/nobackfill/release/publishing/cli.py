@@ -166,7 +166,8 @@ def rotate(
     """
     if strangers := set(role) - set(ROLES):
         raise ConfigurationError(
-            f"--role: expected one or more of {', '.join(ROLES)}, got {', '.join(strangers)}"
+            f"--role: expected one or more of {', '.join(ROLES)}, got {', '.join(strangers)}; "
+            "correct the role"
         )
     roles = [cast(Role, name) for name in role]
     renewal = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)

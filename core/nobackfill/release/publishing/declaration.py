@@ -211,8 +211,8 @@ def weight_files(path: Path) -> list[Path]:
         relative = PurePosixPath(os.path.normpath(place))
         if relative.is_absolute() or ".." in relative.parts:
             raise InvalidInputError(
-                f"{path}: expected the model's weights in its own folder, got {place!r}; export it "
-                "again with its data next to it"
+                f"{path}: expected the model's file of weights in the folder of the ONNX file, "
+                f"got {place!r}; export the model again with its weights next to the ONNX file"
             )
         if not (file := path.parent / relative).is_file():
             raise InvalidInputError(
@@ -559,7 +559,7 @@ def _reading(folder: Path, path: Path, tokenizer_name: str, *, complete: bool) -
     if min(limits, default=_NO_LIMIT) >= _NO_LIMIT:
         raise InvalidInputError(
             f"{folder}: no file declares after how many tokens the model truncates texts; write "
-            '{"max_seq_length": 512}, or its own number, into sentence_bert_config.json'
+            '{"max_seq_length": 512}, or the number of this model, into sentence_bert_config.json'
         )
     return int(min(limits)), lower_case
 

@@ -86,9 +86,9 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     spaces = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
-            f"release {manifest.release}: its manifest declares spaces directly searchable "
-            f"(searches_directly) that no published release has: {join_few(sorted(strangers))}; "
-            "export the release again"
+            f"release {manifest.release}: its manifest declares (searches_directly) that its "
+            "queries may search vectors of spaces that no published release has: "
+            f"{join_few(sorted(strangers))}; export the release again"
         )
     try_release(draft.files, manifest)
 
@@ -120,8 +120,9 @@ def _check_gate(manifest: Manifest, *, first: bool) -> None:
     gate = manifest.gate
     if gate.verdict == "first" and not first:
         raise GateFailedError(
-            f"release {manifest.release}: the gate of this draft measured it as the first release, "
-            "but others are published; export it again, so that the gate compares it with them"
+            f"release {manifest.release}: the gate, the test against older releases, was measured "
+            "for a first release, but other releases are published; export this release again, "
+            "so that the gate compares it with them"
         )
     if gate.verdict in ("failed", "not_measured") and not gate.forced:
         raise GateFailedError(
@@ -177,7 +178,8 @@ def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest])
         if upgrade.side == "maps" and encoder is None:
             raise VerificationError(
                 f"release {manifest.release}: an upgrade writes side-information, but the release "
-                "has no side encoder for it; publish one with it, or leave the upgrade out"
+                "has no side encoder to compute the same for new items; publish the release with "
+                "one, or leave the upgrade out"
             )
         if upgrade.side == "carries" and source.side_space != manifest.side_space:
             raise VerificationError(
@@ -190,6 +192,7 @@ def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest])
     origin = predecessors.get(encoder.origin_release)
     if origin is None or origin.side_encoder != encoder:
         raise VerificationError(
-            f"release {manifest.release}: release {encoder.origin_release} has not published this "
-            "side encoder; export the release again"
+            f"release {manifest.release}: its manifest takes the side encoder from release "
+            f"{encoder.origin_release}, which has not published this encoder; export release "
+            f"{manifest.release} again"
         )

@@ -232,7 +232,8 @@ def withdraw(
     """
     if not reason.strip() or not reason.isprintable():
         raise PreconditionError(
-            f"--reason: expected a printable text on one line, which devices show, got {reason!r}"
+            "--reason: expected a printable text on one line, which devices show, got "
+            f"{reason!r}; write another reason"
         )
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
@@ -276,7 +277,8 @@ def roll_out(
     """
     if not 0 < share <= 1:
         raise InvalidInputError(
-            f"share of the devices: expected above 0 and at most 1, got {share:g}"
+            f"share of the devices: expected above 0 and at most 1, got {share:g}; pass a "
+            "fraction, not a percentage"
         )
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:

@@ -247,7 +247,8 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
     except ValidationError as error:
         raise InvalidInputError(
             f"{place}: settings of the module differ from those that sentence-transformers writes "
-            f"({error}); download the model again, or save it again by its own library"
+            f"({error}); download the model again, or save the model again with "
+            "sentence-transformers"
         ) from error
     library, _, activation = config.activation_function.rpartition(".")
     known = activation in _ACTIVATIONS and library.startswith("torch.nn.")

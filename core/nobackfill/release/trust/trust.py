@@ -352,9 +352,9 @@ class TrustedState:
             self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
         except (RepositoryError, KeyError) as error:
             raise VerificationError(
-                f"the stored metadata of a publication contradicts itself ({error}), so none of it "
-                "is trusted; remove the file trusted.json in the folder of this trusted state, to "
-                "start again from the root metadata"
+                f"the stored metadata of a publication contradicts itself ({error}), so none of "
+                "it is trusted; remove the file trusted.json in the folder where this program "
+                "stores the metadata, to start again from the root metadata"
             ) from error
 
     @classmethod
@@ -720,7 +720,7 @@ def fetch_first_root(fetcher: Fetcher, base_url: str) -> bytes:
             if len(data) > _ROOT_BYTES:
                 raise VerificationError(
                     f"{url}: expected root metadata of at most {_ROOT_BYTES} bytes, got more; "
-                    "check that the address is a publication's"
+                    "check that this is the address of a publication"
                 )
     except DownloadError as error:
         raise translate_tuf_errors(error, url) from error
@@ -1058,8 +1058,9 @@ class Trust:
                 state.anchor, sha256_bytes(state.texts["root"]),
             ):  # fmt: skip
                 raise VerificationError(
-                    f"{self._folder}: this trusted state began with other root metadata than you "
-                    "name now; remove the folder to start again with the one you name"
+                    f"{self._folder}: the trusted metadata in this folder began with other root "
+                    "metadata than the file that you name now; remove the folder to start again "
+                    "with the file"
                 )
         return state
 

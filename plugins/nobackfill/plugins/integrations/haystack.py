@@ -164,9 +164,9 @@ class HaystackDocumentStore:
             existing = {one.id for one in self.texts.get([one.id for one in documents])}
             if existing and policy == DuplicatePolicy.FAIL:
                 raise DuplicateDocumentError(
-                    f"expected ids that are new to the gallery, found {len(existing)} of them in "
-                    f"it, the first is {min(existing)!r}; pass policy=DuplicatePolicy.OVERWRITE or "
-                    "SKIP"
+                    f"expected documents whose ids are new to the gallery, found {len(existing)} "
+                    f"ids that the gallery has already, the first is {min(existing)!r}; pass "
+                    "policy=DuplicatePolicy.OVERWRITE or SKIP"
                 )
             documents = [one for one in documents if one.id not in existing]
         for one in documents:
@@ -317,6 +317,7 @@ def _filter(condition: Mapping[str, Any]) -> Filter:
         return AnyOf(parts)
     if operator not in ("AND", "NOT"):
         raise FilterError(
-            f"filter: expected AND, OR or NOT as the operator of conditions, got {operator!r}"
+            f"filter: expected AND, OR or NOT as the operator of conditions, got {operator!r}; "
+            "correct the filter"
         )
     return All(parts) if operator == "AND" else Not(All(parts))

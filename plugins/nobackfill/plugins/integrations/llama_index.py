@@ -216,8 +216,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         """
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise InvalidInputError(
-                f"mode: expected 'default', the search by vectors, got {query.mode.value!r}, which "
-                "a gateway does not have"
+                f"mode: expected 'default', the search by vectors, got {query.mode.value!r}, "
+                "which a gateway does not have; leave the mode out"
             )
         # An index gives an empty list of ids where it restricts nothing.
         ids, documents = query.node_ids or None, query.doc_ids or None

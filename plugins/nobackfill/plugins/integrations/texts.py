@@ -170,15 +170,15 @@ class GalleryTexts:
         if embed is not None and release is None:
             raise InvalidInputError(
                 "release: expected the number of the release that the embedder belongs to, got "
-                "none; without an embedder the gateway embeds the texts itself"
+                "none; pass release=, or leave embed= out and let the gateway embed the texts"
             )
         self.gateway, self.gallery, self.text_key = gateway, gallery, text_key
         self._embed = embed
         spaces = {one.release: one.space for one in gateway.get_gallery(gallery).spaces}
         if release is not None and release not in spaces:
             raise NotFoundError(
-                f"gallery {gallery!r} has no vectors of release {release}; it has those of "
-                f"{join_few(spaces)}"
+                f"gallery {gallery!r} has no vectors of release {release}; pass one of the "
+                f"releases that the gallery has: {join_few(spaces)}"
             )
         self._space = None if release is None else spaces[release]
 
@@ -216,8 +216,9 @@ class GalleryTexts:
                 else "one for each text"
             )
             raise InvalidInputError(
-                f"vectors: expected {choice}, got {0 if vectors is None else len(vectors)} vectors "
-                f"for {len(texts)} texts"
+                f"vectors: expected {choice}, got {0 if vectors is None else len(vectors)} "
+                f"vectors for {len(texts)} texts; pass "
+                f"{'no vectors' if self._space is None else 'as many vectors as texts'}"
             )
         items = []
         for row, one in enumerate(texts):
@@ -249,7 +250,8 @@ class GalleryTexts:
             if not _is_storable(value):
                 raise InvalidInputError(
                     f"metadata {key!r} of {one.id!r}: expected a text, a finite number of at most "
-                    f"64 bits, a flag or a list of texts, got {type(value).__name__} {value!r:.80}"
+                    f"64 bits, a flag or a list of texts, got {type(value).__name__} "
+                    f"{value!r:.80}; convert this value, or leave it out"
                 )
         return {**one.metadata, self.text_key: one.text}
 
@@ -437,7 +439,7 @@ def compare(key: str, comparison: str, value: object) -> Filter:
     if bound is None and comparison not in ("==", "in"):
         raise InvalidInputError(
             f"filter on {key!r}: expected one of the operators ==, !=, >, >=, <, <=, in and not "
-            f"in, got {comparison!r}, which a gateway does not have"
+            f"in, got {comparison!r}, which a gateway does not have; correct the filter"
         )
     if bound is not None and value is None:
         return AnyOf(())
@@ -450,5 +452,6 @@ def compare(key: str, comparison: str, value: object) -> Filter:
     ):
         return TimeRange(key, **{bound: time})
     raise InvalidInputError(
-        f"filter on {key!r}: {comparison} cannot compare with {type(value).__name__} {value!r:.80}"
+        f"filter on {key!r}: the operator {comparison} cannot compare with {type(value).__name__} "
+        f"{value!r:.80}; use another operator or value"
     )

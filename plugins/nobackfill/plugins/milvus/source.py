@@ -110,7 +110,7 @@ def open_client(place: str) -> Any:
     if "/" in database:
         raise ConfigurationError(
             "milvus: expected https://HOST:PORT or https://HOST:PORT/DATABASE as the address of "
-            "the server, got another form"
+            "the server, got another form; correct SOURCE"
         )
     address = f"{parts.scheme}://{parts.hostname}:{parts.port or _PORT}"
     token = os.environ.get(KEY, "")
@@ -475,8 +475,9 @@ class MilvusStore:
             raise TypeError(collection)
         if collection.generates_keys:
             sentences.append(
-                "Milvus generates its keys (auto_id), which a copy cannot do: it needs the same "
-                "keys. Copy the items into a collection to which your programs give the keys"
+                "Milvus generates the keys of this collection (auto_id), but the copy that a "
+                "migration makes needs the same keys. Copy the items into a collection to which "
+                "your programs give the keys"
             )
         if collection.unreadable_vector_fields:
             sentences.append(

@@ -46,7 +46,8 @@ def join_cluster(address: str) -> None:
         ) from error
     except ValueError as error:
         raise ConfigurationError(
-            f"--ray: expected auto or HOST:PORT of a Ray cluster's head, got {address}"
+            f"--ray: expected auto or HOST:PORT of a Ray cluster's head, got {address}; correct "
+            "the address"
         ) from error
     finally:
         if previous is None:

@@ -161,7 +161,7 @@ def read_tuning_file(file: Path | None, defaults: Mapping[str, float]) -> dict[s
     for name, value in values.items():
         if name not in defaults:
             raise ConfigurationError(
-                f"--settings: {file} has the unknown key {name!r}; expected one of "
+                f"--settings: {file} has the unknown key {name!r}; correct it to one of "
                 f"{', '.join(defaults)}"
             )
         kind = int if isinstance(defaults[name], int) else float

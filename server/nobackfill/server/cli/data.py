@@ -182,7 +182,8 @@ def export(
             if gallery not in storage.galleries.names():
                 names = join_few(storage.galleries.names()) or "none"
                 raise NotFoundError(
-                    f"--from: the store has no gallery {gallery!r}; its galleries: {names}"
+                    f"--from: the store has no gallery {gallery!r}; correct the name. The "
+                    f"galleries are {names}"
                 )
             with closing(storage.galleries.open(gallery)) as hosted:
                 exported = exporting.export(

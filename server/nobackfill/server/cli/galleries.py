@@ -136,7 +136,9 @@ def search(
     not exist, or if the release cannot read the query.
     """
     if (image is None) == (text is None):
-        raise typer.BadParameter("expected either an image file or --text WORDS, got both or none")
+        raise typer.BadParameter(
+            "expected either an image file or --text WORDS, got both or none; give exactly one"
+        )
     with exit_on_error(), connect(server) as gateway:
         answer = gateway.search(gallery, image=image, text=text, k=k)
     hits = [
@@ -205,7 +207,8 @@ def update_gallery(
     """
     if source is None and settings is not None:
         raise typer.BadParameter(
-            "--settings needs --source: it bounds what re-embedding from the source may cost"
+            "--settings needs --source, because these settings limit what re-embedding from the "
+            "source may cost; give --source, too"
         )
     with exit_on_error(), Gateway(server, retries=False) as gateway:
         if source is None and both is None:

@@ -93,7 +93,7 @@ def check_lock_order(level: LockLevel, name: str = "") -> None:
         if other > level or (other == level and held_name >= name):
             raise LockOrderError(
                 f"waiting for {level.name} {name!r} while holding {other.name} {held_name!r}; "
-                "this is a defect of the gateway, which takes locks in the order of "
+                "this is a defect of the gateway, which must take locks in the order of "
                 "nobackfill.server.galleries.hosted.LockLevel: please report it"
             )
 
@@ -1288,7 +1288,7 @@ class GalleryRegistry:
         if not GALLERY_NAME_PATTERN.match(name):
             raise InvalidInputError(
                 "name: expected a gallery name of 1 to 64 characters of a-z, 0-9, '-' and '_', "
-                f"got {name[:80]!r}"
+                f"got {name[:80]!r}; choose another name"
             )
         with self._lock_names():
             if name in self.names():

@@ -262,7 +262,7 @@ class HostedInDatabase(HostedGallery):
         except (IncompatibleSpaceError, NotFoundError) as error:
             raise OutdatedPlanError(
                 f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call began with them; try again"
+                "and this call was using these vectors; try again"
             ) from error
 
     def _count(self, space: str | None) -> int:
@@ -338,7 +338,7 @@ class HostedInDatabase(HostedGallery):
             # A table was dropped after the plan was made, or the gallery was deleted.
             raise OutdatedPlanError(
                 f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call began with them; try again"
+                "and this call was using these vectors; try again"
             ) from error
 
     def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
@@ -364,7 +364,7 @@ class HostedInDatabase(HostedGallery):
         except IncompatibleSpaceError as error:
             raise OutdatedPlanError(
                 f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call began with them; try again"
+                "and this call was using these vectors; try again"
             ) from error
 
     def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:

@@ -220,7 +220,8 @@ class Tokens:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise UnauthenticatedError(
-                "expected call metadata `authorization: Bearer TOKEN`, got none or another form"
+                "expected call metadata `authorization: Bearer TOKEN`, got none or another form; "
+                "send a token of this gateway"
             )
         digest = hashlib.sha256(token.encode()).digest()
         # Looked up by its hash, so that timing reveals nothing about a token.
@@ -311,8 +312,8 @@ def _parse_token_line(fields: list[str], where: str) -> _Token:
         what, _, number = fields.pop().partition("=")
         if what in bounds or what not in ("rate", "items"):
             raise ConfigurationError(
-                f"{where}: {expected}; got {what[:32]!r}, which is unknown or there twice; correct "
-                "the line"
+                f"{where}: {expected}; got {what[:32]!r}, which is an unknown word or occurs "
+                "twice; correct the line"
             )
         bounds[what] = number
     if len(fields) not in (3, 4):

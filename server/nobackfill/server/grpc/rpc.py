@@ -882,8 +882,8 @@ class CallAdmission:
         with self._lock:
             if self._held > 0 and self._held + size > _MAX_HELD_BYTES:
                 raise OverloadedError(
-                    "the gateway works on as many bytes of large requests as it accepts; try again "
-                    "in a few seconds, or send smaller messages"
+                    "the gateway already works on as many bytes of large requests as it accepts "
+                    "at a time; try again in a few seconds, or send smaller messages"
                 )
             self._held += size
         rpc.on_end(lambda: self._release(size))

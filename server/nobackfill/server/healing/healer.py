@@ -264,7 +264,8 @@ class Healer(Reembedding[int]):
         if missing:
             self.record_failure(
                 NotFoundError(
-                    f"the source has no original of {len(missing)} items that are to be re-embedded"
+                    f"the gallery's source of originals has no image or text of {len(missing)} "
+                    "items that are to be re-embedded; restore them there, or delete the items"
                 )
             )
         if not originals or not self._hosted.use_counter.enter():

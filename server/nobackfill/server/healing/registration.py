@@ -74,7 +74,7 @@ class HealingSource:
             if not smallest <= value <= largest:
                 raise InvalidInputError(
                     f"source: {name}: expected {smallest:g} to {largest:g}, or 0 for the default "
-                    f"{default:g}, got {value:g}"
+                    f"{default:g}, got {value:g}; send another value"
                 )
             values[name] = value
         return cls(address, **values)
@@ -178,7 +178,8 @@ class AllowedSources:
             if not host:
                 raise ConfigurationError(
                     "source: expected folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}, "
-                    f"texts:FILE.jsonl, column:NAME or function:NAME, got {source.address[:80]!r}"
+                    "texts:FILE.jsonl, column:NAME or function:NAME, got "
+                    f"{source.address[:80]!r}; correct the address"
                 )
             if host not in self._hosts:
                 raise ConfigurationError(

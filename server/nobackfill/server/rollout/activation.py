@@ -307,7 +307,7 @@ class Activations:
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
                 f"old_space_seconds: expected at most {_MAX_OLD_SPACE_SECONDS} seconds (100 "
-                f"years), got {old_space_seconds}"
+                f"years), got {old_space_seconds}; request a shorter time"
             )
         manifest = self._parts.catalog.find_manifest(release)
         with self.block_activations(), self._take_lead("begin another activation") as lead:

@@ -197,7 +197,8 @@ class GalleryOperations:
         if release not in (0, active.release):
             raise PreconditionError(
                 f"release: expected {active.release}, the active release, or 0 for it, got "
-                f"{release}; run `gateway activate {release}` to move all galleries to another one"
+                f"{release}; run `gateway activate {release}` to move all galleries to release "
+                f"{release}"
             )
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.resume(name)

@@ -209,7 +209,7 @@ class Rollbacks:
         if to not in (None, target):
             raise PreconditionError(
                 f"to_release: expected {target}, the release that a rollback leads to now, got "
-                f"{to}; run `gateway rollback` to see its cost"
+                f"{to}; run `gateway rollback` to see what a rollback would do"
             )
         self._serving.load_release_models(target)
         self._activations.cancel()

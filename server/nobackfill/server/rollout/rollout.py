@@ -430,9 +430,9 @@ class Rollout:
                 movable.append(hosted)
             else:
                 note = (
-                    f"no upgrade leads from release {spec.release} to {manifest.release} "
-                    "with the side-information that the gallery has; publish such an upgrade, or "
-                    "put the images again"
+                    f"no upgrade leads from release {spec.release} to {manifest.release} with the "
+                    "side-information that the gallery has; publish such an upgrade, or send the "
+                    "images of the items again"
                 )
                 hosted.store_state({NOTE: note})
         return movable
@@ -683,7 +683,7 @@ def _missing_note(items: int, hosted: HostedGallery) -> str:
     """Explain why a gallery cannot move: some items lack a vector or side-information."""
     return (
         f"{items} items have no vector in release {hosted.active_spec().release} with the "
-        "side-information that the upgrade needs, so the gallery stays with that release; put "
+        "side-information that the upgrade needs, so the gallery stays with that release; send "
         "their images again, or publish an upgrade without side-information (texts have none)"
     )
 

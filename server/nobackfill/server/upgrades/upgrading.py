@@ -780,7 +780,7 @@ class GalleryUpgrades:
             raise PreconditionError(
                 f"gallery {hosted.name!r}: no upgrade leads from release "
                 f"{hosted.active_spec().release} to {target} with the side-information that the "
-                "gallery has; publish such an upgrade, or put the images again"
+                "gallery has; publish such an upgrade, or send the images of the items again"
             )
         return route
 

@@ -150,7 +150,8 @@ def allocate_images(name: str, labels: Rows, share: float = SHARE, seed: int = 6
     """
     if name not in ALLOCATIONS:
         raise ConfigurationError(
-            f"there is no allocation {name!r} of images; expected one of {', '.join(ALLOCATIONS)}"
+            f"there is no allocation {name!r} of images to an old and a new training set; "
+            f"expected one of {', '.join(ALLOCATIONS)}"
         )
     return ALLOCATIONS[name](labels, share, seed)
 

@@ -486,8 +486,8 @@ def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
 def _check_length(declared: Declaration, setting: str) -> None:
     if declared.max_length > LARGEST_LENGTH:
         raise InvalidInputError(
-            f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but it is declared "
-            f"for {declared.max_length}; set a smaller {setting}"
+            f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but the model is "
+            f"declared for {declared.max_length} tokens; set a smaller {setting}"
         )
 
 

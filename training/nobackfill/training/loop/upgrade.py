@@ -90,8 +90,8 @@ def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
             )
         if name in config.options or config.choose.count(name) > 1:
             raise ConfigurationError(
-                f"the key choose: the option {name} is named twice, or also set in options; leave "
-                "one out"
+                f"the key choose: the option {name} is named twice in the key choose, or also in "
+                "the key options; leave one out"
             )
 
 

@@ -66,7 +66,7 @@ def read_options(options: Mapping[str, object], model: type[AnyOptions], method:
         problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
         known = [field.alias or name for name, field in model.model_fields.items()]
         raise ConfigurationError(
-            f"options of method {method}: {problems}; this method has "
+            f"options of method {method}: {problems}; correct the key options. This method has "
             f"{'the options ' + ', '.join(known) if known else 'no options'}"
         ) from error
 

@@ -39,8 +39,8 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
         if moved:
             raise ConfigurationError(
                 "method d_simplex: expected each class at the same place of the list as in "
-                f"{config.old}, but these are elsewhere: {join_few(moved)}; list the old classes "
-                "first, in their order, with class_list"
+                f"{config.old}, but these classes are at other places: {join_few(moved)}; list "
+                "the old classes first, in their order, with class_list"
             )
     return EmbedderObjective(config, len(inputs.class_names))
 

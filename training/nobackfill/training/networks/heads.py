@@ -284,8 +284,9 @@ class SimplexHead(Head):
         super().__init__()
         if classes > dim + 1:
             raise ConfigurationError(
-                f"head simplex has {dim + 1} vertices in {dim} dimensions, one for each class, but "
-                f"there are {classes} classes; set embedding_dim to {classes - 1} or more"
+                f"head simplex has {dim + 1} vertices in {dim} dimensions, one for each class, "
+                f"but there are {classes} classes; set the key embedding_dim to {classes - 1} or "
+                "more"
             )
         self.scale, self.margin = scale, 0.0
         self.fixed = FixedClassifier(simplex(dim), form="cosface", margin=0.0, scale=scale)

@@ -231,8 +231,8 @@ def read_file(path: Path) -> Weights:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise VerificationError(
             f"the weights file {path}: expected safetensors, or a state dict of torch.save with "
-            f"only tensors, but the file cannot be read so ({reason}); save model.state_dict() "
-            "alone"
+            f"only tensors, but the file cannot be read as either ({reason}); save "
+            "model.state_dict() alone"
         ) from error
     return Weights(str(path), _state_dict(saved, path))
 
@@ -324,7 +324,7 @@ def load_pretrained(
     if not linear:
         raise ConfigurationError(
             f"backbone {config.backbone} has no linear embedding layer, so pretrained weights do "
-            "not fit; leave weights out"
+            "not fit; leave the key weights out"
         )
     last, _ = linear[-1]
     untrained = _untrained(source, target, last, classifier=not names_file(weights.name))

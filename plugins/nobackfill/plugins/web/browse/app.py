@@ -788,7 +788,8 @@ class ReleasePages:
 def _parse_number(what: str, text: str, most: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
         raise InvalidInputError(
-            f"{what}: expected a whole number from 1 to {most}, got {text[:20]!r}"
+            f"{what}: expected a whole number from 1 to {most}, got {text[:20]!r}; enter another "
+            "number"
         )
     return int(text)
 

@@ -439,7 +439,8 @@ class Operations:
         rollout = parse_form(body).get("rollout", "")
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
-                f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
+                f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}; choose "
+                "one of these"
             )
         self._rollouts.begin(
             self._sessions.caller_factory(request), _release_number(request), rollout

@@ -114,7 +114,7 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
         if not 0 <= moment.nanos < 1_000_000_000:
             raise InvalidInputError(
                 f"filter on {key[:64]!r}: expected a time with nanos (nanoseconds) from 0 to "
-                f"999999999, got {moment.nanos}"
+                f"999999999, got {moment.nanos}; correct the time"
             )
         microseconds, nanoseconds = divmod(moment.nanos, 1000)
         rounds_up = nanoseconds and field.name in ("at_least", "less_than")

@@ -115,8 +115,8 @@ def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.L
         )
     if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
         raise InvalidInputError(
-            f"order: expected ITEM_ORDER_UNSPECIFIED or ITEM_ORDER_LEAST_CERTAIN, got "
-            f"{request.order}"
+            "order: expected ITEM_ORDER_UNSPECIFIED or ITEM_ORDER_LEAST_CERTAIN, got "
+            f"{request.order}; send one of these"
         )
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
     place = (

@@ -184,7 +184,9 @@ class SearchService(SearchServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         if not request.queries:
-            raise InvalidInputError(f"queries: expected 1 to {MAX_BATCH_QUERIES} queries, got none")
+            raise InvalidInputError(
+                f"queries: expected 1 to {MAX_BATCH_QUERIES} queries, got none; send at least one"
+            )
         if len(request.queries) > MAX_BATCH_QUERIES:
             raise TooLargeError(
                 f"queries: expected 1 to {MAX_BATCH_QUERIES} queries, got {len(request.queries)}; "
@@ -255,7 +257,9 @@ def _parse_simple(message: bytes) -> tuple[str, str | None, bytes, int, float] |
 
 def _checked_k(k: int) -> int:
     if k > LARGEST_K:
-        raise InvalidInputError(f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}")
+        raise InvalidInputError(
+            f"k, the number of hits: expected 1 to {LARGEST_K}, got {k}; request another number"
+        )
     return k or DEFAULT_K
 
 
@@ -264,7 +268,7 @@ def _checked_ef(accuracy: pb.Accuracy) -> int:
     if kind == "ef" and not 1 <= accuracy.ef <= MAX_REQUESTED_EF:
         raise InvalidInputError(
             f"accuracy.ef, the width of the graph search: expected 1 to {MAX_REQUESTED_EF}, got "
-            f"{accuracy.ef}"
+            f"{accuracy.ef}; request another width"
         )
     return EXACT_EF if accuracy.exact else accuracy.ef
 
@@ -278,7 +282,8 @@ def _parse_query(query: pb.Query) -> Query:
     embeddings = query.embeddings.embeddings
     if kind is None or not embeddings:
         raise InvalidInputError(
-            "query: expected an image, a text, or at least one embedding, got none of them"
+            "query: expected an image, a text, or at least one embedding, got none of them; send "
+            "one"
         )
     values = {embedding.space: embedding.values for embedding in embeddings}
     if len(values) != len(embeddings):

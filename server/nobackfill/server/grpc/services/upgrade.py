@@ -194,7 +194,8 @@ class _Report:
 def _spare_cores(share: float) -> float:
     if not 0 <= share < 1:
         raise InvalidInputError(
-            f"spare_cores (share of cores left to searches): expected 0 to below 1, got {share:g}"
+            "spare_cores (share of cores left to searches): expected 0 to below 1, got "
+            f"{share:g}; send a fraction"
         )
     return share
 

@@ -47,7 +47,7 @@ class VaultService(VaultServiceServicer):
         if first is None or not first.HasField("blob"):
             raise InvalidInputError(
                 "PutBlob: expected the blob's id, size and sha256 in the first message of the "
-                "stream, got none"
+                "stream, got none; send them first"
             )
         blob = Blob(first.blob.id, first.blob.size, first.blob.sha256)
 

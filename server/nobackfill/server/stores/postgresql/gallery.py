@@ -230,8 +230,8 @@ class PostgresqlGallery(Reads):
         except IncompatibleSpaceError as error:
             if outdated:
                 raise OutdatedPlanError(
-                    "since the items were embedded, another gateway has ended their release and "
-                    "deleted its vectors in the gallery; try again"
+                    "another gateway has retired the release that these items were embedded "
+                    "with, and deleted that release's vectors in the gallery; try again"
                 ) from error
             raise
 

@@ -248,8 +248,8 @@ class GatewayDatabaseLock:
         connection = self._try_lock()
         if connection is None:
             raise BusyError(
-                "a gateway serves from this database, and this command needs it alone; stop every "
-                "gateway of it, or name another database"
+                "a gateway serves from this database, but this command needs the database alone; "
+                "stop every gateway of this database, or name another database"
                 if exclusive
                 else "another process has locked this database: `gateway data move` moves its "
                 "galleries, or a gateway of an older version serves from it; start this gateway "

@@ -134,7 +134,8 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         raise ConfigurationError(
             f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
             f"formats 1 to {FORMAT}; use {describe_writer(None if row is None else row[1])}: its "
-            f"`gateway data migrate --to {FORMAT}` takes the database back"
+            f"`gateway data migrate --to {FORMAT}` converts the database back to a format that "
+            "this version knows"
         )
     noted = (
         "SELECT count(*) FROM pg_attribute WHERE attname = 'written_by' AND NOT attisdropped"
