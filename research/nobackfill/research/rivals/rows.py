@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from nobackfill.research.rivals.drift_adapter import DriftAdapterRival
 from nobackfill.research.rivals.local_adapters import LocalAdapters
+from nobackfill.research.rivals.mini_vec2vec import MiniVec2Vec
 from nobackfill.research.rivals.query_drift import QueryDrift
 from nobackfill.research.rivals.rival import Rival
 from nobackfill.research.rivals.trained import TrainedMap
@@ -31,6 +32,7 @@ def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[],
         "residual_side_distilled": trained("residual", True, members=3, distilled=True),
         "residual": trained("residual", False),
         "fct_side": trained("fct", True),
+        "fct_raw_side": trained("fct", True, raw=True),
         "fct": trained("fct", False),
         "fastfill_side": trained("fastfill", True),
         "fastfill_joint_side": trained("fastfill", True, joint=True),
@@ -38,6 +40,7 @@ def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[],
         "affine": trained("affine", False),
         "low_rank": trained("low_rank", False),
         "procrustes": trained("procrustes", False),
+        "mini_vec2vec": MiniVec2Vec,
         "drift_adapter_procrustes": lambda: DriftAdapterRival("procrustes"),
         "drift_adapter_low_rank": lambda: DriftAdapterRival("low_rank"),
         "drift_adapter_residual": lambda: DriftAdapterRival("residual"),
