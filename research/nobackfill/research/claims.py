@@ -159,7 +159,12 @@ CLAIMS = (
             (row, f"backfill {order}"),
             (row, f"backfill {other}"),
         )
-        for text, row in (("FastFill", RowName.FASTFILL_SIMCLR), ("ours", OURS))
+        for text, row in (
+            ("FastFill", RowName.FASTFILL_SIMCLR),
+            ("FastFill jointly", RowName.FASTFILL_JOINT),
+            ("FastFill jointly without side-information", "fastfill_joint_none"),
+            ("ours", OURS),
+        )
         for order, other in (
             ("uncertainty", "random"),
             ("gain", "random"),
