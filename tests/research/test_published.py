@@ -25,7 +25,12 @@ from nobackfill.research.presets import (
     Preset,
     Split,
 )
-from nobackfill.research.protocols import write_protocols
+from nobackfill.research.protocols import (
+    GLDV2_FIGURE,
+    GLDV2_PAPER,
+    ProtocolRow,
+    write_protocols,
+)
 from nobackfill.research.rows import ComparisonPlace, TrainingRun, upper_bound_key
 from nobackfill.training.config import load_config, parse_config
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
@@ -447,3 +452,23 @@ def test_bcts_tables_3_and_4_are_as_printed(tmp_path: Path) -> None:
     assert second.new_run.values["old"] == first.new_run.folder
     alone = rows["independent_first_hop"]
     assert upper_bound_key(alone) == upper_bound_key(first) and "old" not in alone.new_run.values
+
+
+def test_dmus_figures_stand_beside_ours(tmp_path: Path) -> None:
+    """Each has a row; the page has those of the rows that were run, and no other set's has any."""
+    place = ComparisonPlace(GLDV2, GLDV2.splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name for row in rows_of(place, ("scenarios", "ablations"))}
+    printed = [name for table in GLDV2_PAPER.values() for name in table]
+    assert set(printed) == rows and len(printed) == len(rows)
+    cells = {"new/new": {GLDV2_FIGURE: (0.25, None)}, "new/served": {GLDV2_FIGURE: (0.2, 0.01)}}
+    run = {
+        f"scenario-extended-data:{name}": ProtocolRow(1, cells, {})
+        for name in ("independent", "focal")
+    }
+    page = write_protocols(tmp_path, "gldv2", run, "a command", "a machine")
+    lines = page.split("## Published figures, gldv2 map_at_100")[1].strip().splitlines()[2:]
+    assert lines == [
+        "| scenario-extended-data:independent | 25.58 | 25.00 | - | 20.00 ±1.00 | DMU Table 1 |",
+        "| scenario-extended-data:focal | 25.24 | 25.00 | 20.02 | 20.00 ±1.00 | DMU Table 8 |",
+    ]
+    assert "Published" not in write_protocols(tmp_path, "ijbc", run, "a command", "a machine")

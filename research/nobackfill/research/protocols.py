@@ -34,6 +34,54 @@ _CRITERIA = {
     "upgrade_gain": "upgrade gain",
     "degradation": "degradation",
 }
+# GLDv2's mAP@100 in percent as DMU prints it: new/new and new/served by row, or new/new alone.
+GLDV2_FIGURE = "gldv2 map_at_100"
+GLDV2_PAPER: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "Table 1": {
+        "scenario-extended-data:independent": (25.58,),
+        "scenario-extended-data:bct_sys": (24.55, 21.12),
+        "scenario-extended-data:dmu": (25.00, 22.56),
+        "scenario-open-data:independent": (23.66,),
+        "scenario-open-data:bct_sys": (23.47, 20.74),
+        "scenario-open-data:dmu": (23.76, 21.70),
+        "scenario-extended-class:independent": (25.58,),
+        "scenario-extended-class:bct_sys": (25.10, 24.39),
+        "scenario-extended-class:dmu": (25.45, 25.01),
+        "scenario-deeper:independent": (27.42,),
+        "scenario-deeper:bct_sys": (25.56, 21.68),
+        "scenario-deeper:dmu": (25.92, 22.38),
+    },
+    "Table 3": {"scenario-extended-data:dmu_confidence": (24.88, 22.25)},
+    "Table 4": {
+        "scenario-extended-data:dmu_selective": (24.75, 21.60),
+        "scenario-extended-data:dmu_forward": (24.72, 22.42),
+    },
+    "Table 5": {
+        "scenario-extended-data:dmu_width_half": (24.78, 22.12),
+        "scenario-extended-data:dmu_width_double": (24.96, 22.77),
+    },
+    "Table 6": {
+        "growing-50:independent": (22.39,),
+        "growing-50:bct_sys": (21.47, 18.88),
+        "growing-50:dmu": (22.66, 19.84),
+        "growing-75:independent": (24.04,),
+        "growing-75:bct_sys": (23.52, 19.82),
+        "growing-75:dmu": (23.88, 21.16),
+    },
+    "Table 7": {
+        "scenario-extended-data:bct_regression": (25.11, 19.96),
+        "scenario-extended-data:dmu_regression": (25.27, 21.23),
+    },
+    "Table 8": {
+        "scenario-extended-data:focal": (25.24, 20.02),
+        "scenario-extended-data:unibct": (24.60, 21.77),
+    },
+    "Table 11": {
+        "scenario-swin:independent": (26.80,),
+        "scenario-swin:bct_sys": (25.53, 21.62),
+        "scenario-swin:dmu": (25.89, 22.47),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -181,7 +229,24 @@ def _page(title: str, rows: Mapping[str, ProtocolRow], origin: str) -> str:
             gains = (_percent(criteria[key]) for key in _CRITERIA if key != "compatible")
             lines.append("| " + " | ".join((name, figure, *cells, met, *gains)) + " |")
     seeds = max((row.seeds for row in rows.values()), default=0)
-    return "\n".join([*lines, "", f"{seeds} seeds. {origin}", ""])
+    published = _published(rows) if title == "gldv2" else []
+    return "\n".join([*lines, "", f"{seeds} seeds. {origin}", "", *published])
+
+
+def _published(rows: Mapping[str, ProtocolRow]) -> list[str]:
+    """Return DMU's figures next to ours, in percent, of the rows that were run."""
+    columns = ("row", "new/new published", "ours", "new/served published", "ours", "source")
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for table, figures in GLDV2_PAPER.items():
+        for name, printed in figures.items():
+            if name not in rows:
+                continue
+            cells = [name]
+            for number, cell in enumerate(("new/new", "new/served")):
+                cells.append(f"{printed[number]:.2f}" if number < len(printed) else "-")
+                cells.append(_percent(rows[name].cells.get(cell, {}).get(GLDV2_FIGURE)))
+            lines.append("| " + " | ".join((*cells, f"DMU {table}")) + " |")
+    return [f"## Published figures, {GLDV2_FIGURE}", "", *lines, ""]
 
 
 def _percent(value: Figure | float | None) -> str:
