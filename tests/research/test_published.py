@@ -31,6 +31,7 @@ from nobackfill.research.protocols import (
     ProtocolRow,
     write_protocols,
 )
+from nobackfill.research.results import Figure
 from nobackfill.research.rows import ComparisonPlace, TrainingRun, upper_bound_key
 from nobackfill.training.config import load_config, parse_config
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
@@ -460,7 +461,10 @@ def test_dmus_figures_stand_beside_ours(tmp_path: Path) -> None:
     rows = {row.name for row in rows_of(place, ("scenarios", "ablations"))}
     printed = [name for table in GLDV2_PAPER.values() for name in table]
     assert set(printed) == rows and len(printed) == len(rows)
-    cells = {"new/new": {GLDV2_FIGURE: (0.25, None)}, "new/served": {GLDV2_FIGURE: (0.2, 0.01)}}
+    cells: dict[str, dict[str, Figure]] = {
+        "new/new": {GLDV2_FIGURE: (0.25, None)},
+        "new/served": {GLDV2_FIGURE: (0.2, 0.01)},
+    }
     run = {
         f"scenario-extended-data:{name}": ProtocolRow(1, cells, {})
         for name in ("independent", "focal")
