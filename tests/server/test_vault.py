@@ -252,7 +252,7 @@ def test_uploads_that_nobody_ends_make_room(vault: VaultBlobs) -> None:
     vault.put("a", blob_of(data, 4), 0, [data])
     for blob in (left, going):
         vault.put("a", blob, 0, [data[: 2**20]])
-    (part,) = vault._owner("a").glob(f"*/{left.id}.*.part")
+    (part,) = vault._owner_folder("a").glob(f"*/{left.id}.*.part")
     os.utime(part, (0, time.time() - UNFINISHED_SECONDS + 60))
     with pytest.raises(QuotaExceededError, match="belong to 2 unfinished uploads") as refusal:
         vault.put("a", new, 0, [more])

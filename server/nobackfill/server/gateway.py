@@ -260,7 +260,7 @@ class GatewayServer:
         closing.callback(models.close)
         storage = open_storage(settings)
         closing.callback(storage.close)
-        workers = _workers_of(settings)
+        workers = _make_workers(settings)
         if workers is not None:
             closing.callback(workers.close)
         self.assemble(models, metrics, storage, workers)
@@ -372,7 +372,7 @@ class GatewayServer:
                 )
 
 
-def _workers_of(settings: Settings) -> "WorkerUpgrades | None":
+def _make_workers(settings: Settings) -> "WorkerUpgrades | None":
     """Return the workers that compute upgrades; None for a thread of the gateway."""
     if settings.ray is not None:
         from nobackfill.server.upgrades.workers.workers import WorkerUpgrades

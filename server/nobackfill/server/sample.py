@@ -141,11 +141,11 @@ def write_sample(folder: Path, release: int) -> SampleReport:
     return SampleReport(repo, photos, len(KINDS) * _SHOWN, release, gain)
 
 
-def _write_pictures(photos: Path) -> None:
-    durable.make_dir(photos)
+def _write_pictures(photo_folder: Path) -> None:
+    durable.make_dir(photo_folder)
     pictures, labels = _drawn(_SHOWN, seed=3)
     for number, (pixels, label) in enumerate(zip(pictures, labels.tolist(), strict=True)):
-        path = photos / f"{KINDS[label]}-{number % _SHOWN}.png"
+        path = photo_folder / f"{KINDS[label]}-{number % _SHOWN}.png"
         Image.fromarray(pixels).resize((96, 96), Image.Resampling.NEAREST).save(path)
 
 

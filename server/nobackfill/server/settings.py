@@ -104,7 +104,7 @@ class Settings(BaseSettings):
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     @model_validator(mode="after")
-    def _safe(self) -> Self:
+    def _check_metrics_address(self) -> Self:
         host, _ = split_address(self.metrics_address, "metrics_address")
         if not is_loopback(host) and not self.metrics_open:
             raise ValueError(

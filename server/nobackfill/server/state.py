@@ -481,17 +481,17 @@ class StateFile(GatewayState):
         self._spare = path.with_name(f"{path.name}.spare")
 
     @property
-    def _deeds(self) -> Path:
+    def _audit_path(self) -> Path:
         return self._path.with_name(AUDIT)
 
     def _keep_deed(self, deed: AuditEntry) -> None:
         # json.dumps writes ASCII, so a cut line cannot end within a character.
         line = json.dumps(deed._asdict()).encode() + b"\n"
         with self._lock:
-            if _is_cut(self._deeds):
+            if _is_cut(self._audit_path):
                 # Start a new line: appended to a cut line, this entry would be lost with it.
                 line = b"\n" + line
-            durable.append_bytes(self._deeds, line, 0o600)
+            durable.append_bytes(self._audit_path, line, 0o600)
 
     def audit_entries(self) -> list[AuditEntry]:
         """Return the latest entries of the audit, at most MAX_AUDIT_ENTRIES, latest last; empty
@@ -504,12 +504,12 @@ class StateFile(GatewayState):
             VerificationError: the file cannot be read.
         """
         try:
-            lines = self._deeds.read_bytes().split(b"\n")
+            lines = self._audit_path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
             raise VerificationError(
-                f"{self._deeds}: the audit cannot be read ({error.strerror}); check its "
+                f"{self._audit_path}: the audit cannot be read ({error.strerror}); check its "
                 "permissions and the disk"
             ) from error
         deeds: list[AuditEntry] = []
@@ -546,7 +546,7 @@ class StateFile(GatewayState):
             if new == self.current:
                 return new
             content = new.model_dump_json(indent=1).encode() + b"\n"
-            self._write(content, begins=new.activation is not None)
+            self._write(content, reserves_space=new.activation is not None)
             self.current = new
             return new
 
@@ -561,28 +561,29 @@ class StateFile(GatewayState):
             durable.write_file(path, json.dumps({"nobackfill": own}).encode() + b"\n", 0o600)
         self._is_noted = True
 
-    def _write(self, content: bytes, *, begins: bool) -> None:
+    def _write(self, content: bytes, *, reserves_space: bool) -> None:
         """Write the state, from the reserved space if the disk is full.
 
         Args:
             content: the state as JSON.
-            begins: an activation is under way in this state; its reserved space is made or kept.
+            reserves_space: an activation is under way in this state; its reserved space is made or
+                kept.
 
         Raises:
             CannotWriteError: the state cannot be written.
         """
-        if begins and not self._spare.exists():
+        if reserves_space and not self._spare.exists():
             durable.write_file(self._spare, bytes(len(content) + _SPARE), 0o600)
-        if begins or not self._spare.exists():
+        if reserves_space or not self._spare.exists():
             # Not at the end of an activation: it must be recorded on a full disk as well.
             self._note_writer()
         try:
             durable.write_file(self._path, content, 0o600)
         except CannotWriteError:
-            if begins or not self._spare.exists():
+            if reserves_space or not self._spare.exists():
                 raise
             durable.write_file_over_spare(self._spare, self._path, content)
-        if not begins:
+        if not reserves_space:
             durable.remove_tree(self._spare)
 
 

@@ -101,11 +101,11 @@ def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferRepo
     result = TransferReport()
     _copy_spaces(source, target)
     active = source.active().spec.space
-    for items in _pages(source, active):
+    for items in _item_pages(source, active):
         result.item_count += len(items)
-        result.written_count += _page(source, target, items)
-    for items in _pages(target, active):
-        present = {item.id for item in _by_ids(source, [item.id for item in items])}
+        result.written_count += _copy_page(source, target, items)
+    for items in _item_pages(target, active):
+        present = {item.id for item in _items_by_id(source, [item.id for item in items])}
         result.deleted_count += target.delete([item.id for item in items if item.id not in present])
     target.update_state(dict.fromkeys(target.state()) | source.state())
     result.is_identical = _is_equal(source, target) and not _count_different(source, target, active)
@@ -126,7 +126,7 @@ def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
         target.drop_space(space)
 
 
-def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
+def _item_pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
     place: ListingPosition | None = None
     while True:
         entries, place = store.list_page(space, _PAGE, start_after=place)
@@ -136,21 +136,21 @@ def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
             return
 
 
-def _by_ids(store: GalleryStore, ids: Sequence[str]) -> list[StoredItem]:
+def _items_by_id(store: GalleryStore, ids: Sequence[str]) -> list[StoredItem]:
     return [item for item in store.items(store.labels_of(ids)) if item is not None]
 
 
-def _page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem]) -> int:
+def _copy_page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem]) -> int:
     """Write the items of a page that differ; returns their number."""
     ids = [item.id for item in items]
-    present = {item.id: item for item in _by_ids(target, ids)}
-    new = [item for item in items if not _same(item, present.get(item.id))]
+    present = {item.id: item for item in _items_by_id(target, ids)}
+    new = [item for item in items if not _is_same_item(item, present.get(item.id))]
     if new:
         target.put(
             [item.id for item in new], [], digests=[item.digest for item in new],
             metadata=[item.metadata for item in new],
         )  # fmt: skip
-        present = {item.id: item for item in _by_ids(target, ids)}
+        present = {item.id: item for item in _items_by_id(target, ids)}
     written = {item.id for item in new}
     of_target = {item.label: present[item.id].label for item in items if item.id in present}
     names = {item.label: item.id for item in items}
@@ -168,15 +168,15 @@ def _page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem
             if rows_by_label.get(label) != rows.row(row)
         ]
         written.update(names[label] for label in rows.labels[differ].tolist())
-        _write(target, space, labels, rows, np.array(differ, np.intp), info.spec.side_dim)
+        _write_differing(target, space, labels, rows, np.array(differ, np.intp), info.spec.side_dim)
     return len(written)
 
 
-def _same(item: StoredItem, other: StoredItem | None) -> bool:
+def _is_same_item(item: StoredItem, other: StoredItem | None) -> bool:
     return other is not None and (item.digest, item.metadata) == (other.digest, other.metadata)
 
 
-def _write(
+def _write_differing(
     target: GalleryStore, space: str, labels: Labels, rows: StoredVectors,
     differ: np.ndarray[tuple[int], np.dtype[np.intp]], side_dim: int,
 ) -> None:  # fmt: skip
@@ -204,7 +204,7 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     """Return how many of some random items have another vector in a space, or none."""
     labels, _, _ = source.sample_pairs(space, space, _SAMPLE)
     names = {item.id: item.label for item in source.items(labels) if item is not None}
-    source_labels = {item.label: names[item.id] for item in _by_ids(target, [*names])}
+    source_labels = {item.label: names[item.id] for item in _items_by_id(target, [*names])}
     first = source.stored_vectors(labels, space)
     second = target.stored_vectors(np.array([*source_labels], np.int64), space)
     rows = {label: first.row(row) for row, label in enumerate(first.labels.tolist())}

@@ -107,9 +107,9 @@ class VaultBlobs:
             OSError: a file of the vault cannot be read.
             Exception: any error of `chunks`.
         """
-        _check(blob)
-        with self._exclusive(owner, blob.id):
-            existing = self._find(owner, blob.id)
+        _check_blob(blob)
+        with self._blob_lock(owner, blob.id):
+            existing = self._find_blob_path(owner, blob.id)
             if existing is not None:
                 if existing.name.partition(".")[2] != blob.sha256:
                     raise AlreadyExistsError(
@@ -117,12 +117,12 @@ class VaultBlobs:
                         "or delete that blob first"
                     )
                 return existing.stat().st_size
-            part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
+            part = self._shard_folder(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
             with self._lock:
                 is_over_quota = self._usage_with(owner, part, blob) > self._quota
             if is_over_quota:
                 self._expire(owner)
-            with self._room(owner, part, blob):
+            with self._reserve_room(owner, part, blob):
                 return self._receive(part, blob, offset, chunks)
 
     def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
@@ -144,8 +144,8 @@ class VaultBlobs:
             OutOfRangeError: the offset is above its size.
             OSError: the file cannot be opened; also raised by the iterator, if it cannot be read.
         """
-        path = self._need(owner, blob_id)
-        blob = _blob(path)
+        path = self._blob_path(owner, blob_id)
+        blob = _describe_blob(path)
         if blob is None:
             raise _not_found()
         if offset > blob.size:
@@ -178,14 +178,16 @@ class VaultBlobs:
             BusyError: another call writes or deletes the blob.
             CannotWriteError: it cannot be deleted.
         """
-        with self._exclusive(owner, blob_id):
+        with self._blob_lock(owner, blob_id):
             is_valid = _HEX.match(blob_id)
-            files = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if is_valid else []
+            files = (
+                list(self._shard_folder(owner, blob_id).glob(f"{blob_id}.*")) if is_valid else []
+            )
             if not files:
                 raise _not_found()
             with self._lock:
-                self._usage(owner)
-            freed = sum(map(_cost, files))
+                self._used_bytes(owner)
+            freed = sum(map(_quota_bytes, files))
             for path in files:
                 durable.remove_tree(path)
             with self._lock:
@@ -212,13 +214,13 @@ class VaultBlobs:
                 "first page; got another text"
             )
         blobs: list[Blob] = []
-        for shard in sorted(self._owner(owner).glob("[0-9a-f][0-9a-f]")):
+        for shard in sorted(self._owner_folder(owner).glob("[0-9a-f][0-9a-f]")):
             if shard.name < last_id[:2]:
                 continue
             paths = [
                 path for path in shard.iterdir() if path.suffix != PART and path.name[:64] > last_id
             ]
-            blobs += filter(None, map(_blob, sorted(paths)))
+            blobs += filter(None, map(_describe_blob, sorted(paths)))
             if len(blobs) >= PAGE:
                 break
         return blobs[:PAGE]
@@ -266,7 +268,7 @@ class VaultBlobs:
         durable.replace_file(part, part.with_suffix(""))
 
     @contextmanager
-    def _room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
+    def _reserve_room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
         """Reserve room for a whole blob during its upload; afterwards, for its stored part."""
         cost = max(blob.size, _MIN_COST)
         with self._lock:
@@ -286,41 +288,43 @@ class VaultBlobs:
             yield
         finally:
             with self._lock:
-                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - cost
+                self._used[owner] += (
+                    _quota_bytes(part) or _quota_bytes(part.with_suffix(""))
+                ) - cost
 
     def _usage_with(self, owner: str, part: Path, blob: Blob) -> int:
         """Return the bytes of an owner once a blob is complete."""
-        return self._usage(owner) - _cost(part) + max(blob.size, _MIN_COST)
+        return self._used_bytes(owner) - _quota_bytes(part) + max(blob.size, _MIN_COST)
 
     def _unfinished(self, owner: str, but: Path) -> str:
         """Describe an owner's unfinished uploads, which ListBlobs does not show."""
-        parts = [path for path in self._owner(owner).glob(f"??/*{PART}") if path != but]
+        parts = [path for path in self._owner_folder(owner).glob(f"??/*{PART}") if path != but]
         if not parts:
             return ""
         names = join_few(path.name.partition(".")[0] for path in sorted(parts))
         return (
-            f". {sum(map(_cost, parts))} bytes belong to {len(parts)} unfinished uploads "
+            f". {sum(map(_quota_bytes, parts))} bytes belong to {len(parts)} unfinished uploads "
             f"({names}): finish or delete them, or wait a day"
         )
 
     def _expire(self, owner: str) -> None:
         """Delete an owner's uploads that were not continued for UNFINISHED_SECONDS."""
-        for part in self._owner(owner).glob(f"??/*{PART}"):
+        for part in self._owner_folder(owner).glob(f"??/*{PART}"):
             name = part.name.partition(".")[0]
-            with suppress(BusyError, FileNotFoundError), self._exclusive(owner, name):
+            with suppress(BusyError, FileNotFoundError), self._blob_lock(owner, name):
                 if time.time() - part.stat().st_mtime >= UNFINISHED_SECONDS:
-                    freed = _cost(part)
+                    freed = _quota_bytes(part)
                     durable.remove_tree(part)
                     with self._lock:
                         self._used[owner] -= freed
 
-    def _usage(self, owner: str) -> int:
+    def _used_bytes(self, owner: str) -> int:
         if owner not in self._used:
-            self._used[owner] = sum(map(_cost, self._owner(owner).glob("??/*")))
+            self._used[owner] = sum(map(_quota_bytes, self._owner_folder(owner).glob("??/*")))
         return self._used[owner]
 
     @contextmanager
-    def _exclusive(self, owner: str, blob_id: str) -> Iterator[None]:
+    def _blob_lock(self, owner: str, blob_id: str) -> Iterator[None]:
         key = (owner, blob_id)
         with self._lock:
             if key in self._uploading:
@@ -335,25 +339,25 @@ class VaultBlobs:
             with self._lock:
                 self._uploading.discard(key)
 
-    def _need(self, owner: str, blob_id: str) -> Path:
-        path = self._find(owner, blob_id) if _HEX.match(blob_id) else None
+    def _blob_path(self, owner: str, blob_id: str) -> Path:
+        path = self._find_blob_path(owner, blob_id) if _HEX.match(blob_id) else None
         if path is None:
             raise _not_found()
         return path
 
-    def _find(self, owner: str, blob_id: str) -> Path | None:
-        paths = self._shard(owner, blob_id).glob(f"{blob_id}.*")
+    def _find_blob_path(self, owner: str, blob_id: str) -> Path | None:
+        paths = self._shard_folder(owner, blob_id).glob(f"{blob_id}.*")
         return next((path for path in paths if path.suffix != PART), None)
 
-    def _shard(self, owner: str, blob_id: str) -> Path:
-        return self._owner(owner) / blob_id[:2]
+    def _shard_folder(self, owner: str, blob_id: str) -> Path:
+        return self._owner_folder(owner) / blob_id[:2]
 
-    def _owner(self, owner: str) -> Path:
+    def _owner_folder(self, owner: str) -> Path:
         # A name may have any characters; its digest is a plain folder name.
         return self._folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
 
 
-def _check(blob: Blob) -> None:
+def _check_blob(blob: Blob) -> None:
     for name, value in (("id", blob.id), ("sha256", blob.sha256)):
         if not _HEX.match(value):
             raise InvalidInputError(
@@ -372,14 +376,14 @@ def _check(blob: Blob) -> None:
         )
 
 
-def _cost(path: Path) -> int:
+def _quota_bytes(path: Path) -> int:
     try:
         return max(path.stat().st_size, _MIN_COST)
     except FileNotFoundError:
         return 0
 
 
-def _blob(path: Path) -> Blob | None:
+def _describe_blob(path: Path) -> Blob | None:
     """Describe a file as a blob; None if it was deleted."""
     blob_id, _, sha256 = path.name.partition(".")
     try:

@@ -246,6 +246,6 @@ def _count_passing_rows(
         connection,
         f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.sql} LIMIT {most + 1}) c",
         condition.parameters,
-        filters=True,
+        plans_for_values=True,
     )
     return int(rows.fetchone()[0])

@@ -71,8 +71,8 @@ Decoded = Mapping[Size, Pixels]
 class ImageDecoder:
     """Decode pictures on the callers' threads, in turns."""
 
-    def __init__(self, cores: int | None = None) -> None:
-        self._turns = _DecodingTurns(cores or len(os.sched_getaffinity(0)), _MAX_COST_AT_ONCE)
+    def __init__(self, core_count: int | None = None) -> None:
+        self._turns = _DecodingTurns(core_count or len(os.sched_getaffinity(0)), _MAX_COST_AT_ONCE)
         self._expensive_calls = threading.BoundedSemaphore(_MAX_EXPENSIVE_CALLS)
 
     def decode_each(
@@ -384,8 +384,8 @@ class InProcessModels:
     tests.
     """
 
-    def __init__(self, files: Path) -> None:
-        self._files = files
+    def __init__(self, model_repo: Path) -> None:
+        self._files = model_repo
         self._lock = threading.Lock()
         self._loaded: dict[int, _LoadedModels] = {}
 
@@ -516,8 +516,8 @@ class QueryAdapters:
     it has the size of a matrix.
     """
 
-    def __init__(self, files: Path) -> None:
-        self._files = files
+    def __init__(self, model_repo: Path) -> None:
+        self._files = model_repo
         self._lock = threading.Lock()
         self._loaded_models: dict[tuple[int, int], AdapterModel] = {}
 

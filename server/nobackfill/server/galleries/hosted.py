@@ -310,33 +310,33 @@ class SearchSpeed:
         self._in_memory = 1.0
         self._queries = 0
 
-    def record_search(self, seconds: float, queries: int = 1) -> None:
+    def record_search(self, seconds: float, query_count: int = 1) -> None:
         """Record a search.
 
         The estimates are of this process, and approximate when several threads record at once.
 
         Args:
             seconds: its duration, of all its queries together.
-            queries: number of queries that it answered at once.
+            query_count: number of queries that it answered at once.
         """
         self._mean += _SMOOTHING * (seconds - self._mean)
         # Only the share of longer searches counts, not how much longer they are: a search that
         # waited for its turn is one of many.
-        self._typical *= _RAISE if seconds > queries * self._typical else _LOWER
+        self._typical *= _RAISE if seconds > query_count * self._typical else _LOWER
 
-    def record_on_receiver(self, seconds: float, queries: int) -> None:
+    def record_on_receiver(self, seconds: float, query_count: int) -> None:
         """Record searches on the receiving thread that found all their items in memory.
 
-        It also counts `queries` answers that were found in memory. 0 queries change only the
+        It also counts `query_count` answers that were found in memory. 0 queries change only the
         durations.
 
         Args:
             seconds: their duration, all together.
-            queries: number of queries.
+            query_count: number of queries.
         """
-        self.record_search(seconds, queries)
-        self._queries += queries
-        self._in_memory = 1 - (1 - self._in_memory) * (1 - _MEMORY_SMOOTHING) ** queries
+        self.record_search(seconds, query_count)
+        self._queries += query_count
+        self._in_memory = 1 - (1 - self._in_memory) * (1 - _MEMORY_SMOOTHING) ** query_count
 
     @property
     def is_fast(self) -> bool:

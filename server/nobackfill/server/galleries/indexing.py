@@ -48,20 +48,23 @@ class IndexMaintenance:
     """
 
     def __init__(
-        self, galleries: Callable[[], Iterable[HostedGallery]], metrics: Metrics, threads: int
+        self,
+        list_galleries: Callable[[], Iterable[HostedGallery]],
+        metrics: Metrics,
+        thread_count: int,
     ) -> None:
         """Prepare the threads.
 
         Args:
-            galleries: yields all galleries, each as used until the next one; those in a database
-                are ignored.
+            list_galleries: yields all galleries, each as used until the next one; those in a
+                database are ignored.
             metrics: counts unexpected errors.
-            threads: number of cores that all builds together may use, at least 1.
+            thread_count: number of cores that all builds together may use, at least 1.
         """
-        self._galleries = galleries
+        self._galleries = list_galleries
         self._metrics = metrics
-        self._makers = ThreadPoolExecutor(threads, "index", initializer=self._give_way)
-        self._budget = ThreadBudget(threads)
+        self._makers = ThreadPoolExecutor(thread_count, "index", initializer=self._lower_priority)
+        self._budget = ThreadBudget(thread_count)
         # Galleries that wait for a thread, or have one.
         self._busy: weakref.WeakSet[HostedInFile] = weakref.WeakSet()
         # For views whose index is not saved: the snapshot last seen, and since when. The references
@@ -105,17 +108,17 @@ class IndexMaintenance:
             self._thread.join()
         self._makers.shutdown(cancel_futures=True)
 
-    def _give_way(self) -> None:
+    def _lower_priority(self) -> None:
         with error_boundary(self._metrics, "indexing"):
             lower_thread_priority()
 
     def _work(self) -> None:
-        self._give_way()
+        self._lower_priority()
         while not self._stopping.is_set():
             with error_boundary(self._metrics, "indexing"):
                 for hosted in self._galleries():
                     if isinstance(hosted, HostedInFile):
-                        self._look_at(hosted)
+                        self._queue_if_due(hosted)
             self._wake.wait(_POLL_SECONDS)
 
     @contextlib.contextmanager
@@ -126,7 +129,7 @@ class IndexMaintenance:
             yield
             del self._paused_until[hosted]
 
-    def _look_at(self, hosted: HostedInFile) -> None:
+    def _queue_if_due(self, hosted: HostedInFile) -> None:
         if hosted in self._busy or time.monotonic() < self._paused_until.get(hosted, 0.0):
             return
         has_work = False
@@ -161,9 +164,9 @@ class IndexMaintenance:
                 # An upgrade fills this space; it inherits an index when it is complete.
                 continue
             if needs_index(view) or self._is_settled(hosted, space, view):
-                yield functools.partial(self._make, hosted, space, view)
+                yield functools.partial(self._build_index, hosted, space, view)
             elif self._needs_tuning(view):
-                yield functools.partial(self._tune, hosted, view)
+                yield functools.partial(self._tune_index, hosted, view)
 
     def _is_settled(self, hosted: HostedInFile, space: str, view: LiveView) -> bool:
         """Tell whether a graph is unsaved, or much is outside it, while nothing has changed for a
@@ -193,14 +196,14 @@ class IndexMaintenance:
             and time.monotonic() >= next_time
         )
 
-    def _tune(self, hosted: HostedInFile, view: LiveView) -> None:
+    def _tune_index(self, hosted: HostedInFile, view: LiveView) -> None:
         began, queries = time.monotonic(), view.query_sample.count
         view.tune(lambda base: tune_graph(base, view, self._stop_check(hosted)))
         ended = time.monotonic()
         pause = max(_TUNE_SECONDS, _TUNE_SHARE * (ended - began))
         self._tuned[view] = queries, ended + pause
 
-    def _make(self, hosted: HostedInFile, space: str, view: LiveView) -> None:
+    def _build_index(self, hosted: HostedInFile, space: str, view: LiveView) -> None:
         with self._budget.build():
             hosted.build_index(space, view, self._stop_check(hosted), self._budget.threads)
         # A full disk is tried again after a while.
@@ -217,8 +220,8 @@ class IndexMaintenance:
 class ThreadBudget:
     """Divide threads among the builds that run."""
 
-    def __init__(self, threads: int) -> None:
-        self._total = threads
+    def __init__(self, thread_count: int) -> None:
+        self._total = thread_count
         self._lock = threading.Lock()
         self._builds = 0
 
@@ -285,8 +288,8 @@ class IndexMetrics(Collector):
     graph.
     """
 
-    def __init__(self, galleries: Callable[[], Iterable[HostedGallery]]) -> None:
-        self._galleries = galleries
+    def __init__(self, list_galleries: Callable[[], Iterable[HostedGallery]]) -> None:
+        self._galleries = list_galleries
         self._lock = threading.Lock()
         # When each graph was first seen; weak, so that this keeps no graph in memory.
         self._first_seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()

@@ -361,7 +361,7 @@ def make_plan(
     native = own_part(manifests[active.release])
     available = [native, *(own_part(manifests[spec.release]) for spec in previous)]
     parts: tuple[PlanPart, ...] = (native,)
-    staged = _staged(spaces, state, manifests)
+    staged = _staged_part(spaces, state, manifests)
     if staged is not None:
         available.append(staged)
         if staged.query_manifest.release == state.active and rollout in ("direct", "dual"):
@@ -371,12 +371,14 @@ def make_plan(
     accepts = frozenset({*single_parts, parts[0].space})
     writes = tuple(part.query_manifest for part in available)
     canary = (
-        staged if rollout == CANARY_KEY and len(parts) == 1 and _on_trial(state, staged) else None
+        staged
+        if rollout == CANARY_KEY and len(parts) == 1 and _is_on_trial(state, staged)
+        else None
     )
     is_own_model = native.query_manifest.embedder.vectors_of is None
     heals = native.space if has_source and is_own_model and staged is None else None
     uses_both = with_fusion and len(parts) == 1 and canary is None and heals is None
-    previous_model = _both(native.query_manifest, available[1:]) if uses_both else None
+    previous_model = _newest_fusion(native.query_manifest, available[1:]) if uses_both else None
     return Plan(
         parts,
         single_parts,
@@ -391,7 +393,7 @@ def make_plan(
     )
 
 
-def _both(new: Manifest, previous: Sequence[PlanPart]) -> RankFusion | None:
+def _newest_fusion(new: Manifest, previous: Sequence[PlanPart]) -> RankFusion | None:
     """Return the newest previous space for which `new` has weights, by the route with the best
     quality.
     """
@@ -403,14 +405,14 @@ def _both(new: Manifest, previous: Sequence[PlanPart]) -> RankFusion | None:
     return None
 
 
-def _on_trial(state: State, staged: PlanPart | None) -> bool:
+def _is_on_trial(state: State, staged: PlanPart | None) -> bool:
     record = state.activation
     if record is None or record.canary is None or staged is None:
         return False
     return record.release != state.active and staged.query_manifest.release == record.release
 
 
-def _staged(
+def _staged_part(
     spaces: Sequence[SpaceInfo], state: State, manifests: Mapping[int, Manifest]
 ) -> PlanPart | None:
     """Return the part of the space that is being filled; None for one that a rollback left."""

@@ -91,7 +91,7 @@ def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict
     errors: dict[str, Exception] = {}
     for hosted in galleries.all():
         try:
-            _return(hosted, active_release)
+            _return_gallery(hosted, active_release)
         except UNUSABLE_GALLERY_ERRORS as error:
             log.error(
                 "a gallery has a newer release than the active one, and cannot return to the "
@@ -103,7 +103,7 @@ def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict
     return errors
 
 
-def _return(hosted: HostedGallery, active: int) -> None:
+def _return_gallery(hosted: HostedGallery, active: int) -> None:
     state = {ROLLOUT: None, NOTE: None}
     if hosted.active_spec().release > active:
         hosted.store.rollback(leave_behind=True, state=state)
@@ -322,7 +322,7 @@ class Activations:
                 rollout = "cutover"
             record = Activation(
                 release=release,
-                rollout=rollout or self._choose(manifest),
+                rollout=rollout or self._default_rollout(manifest),
                 spare_cores=spare_cores or DEFAULT_SPARE_CORES,
                 old_space_seconds=old_space_seconds,
                 canary=canary,
@@ -337,7 +337,7 @@ class Activations:
             )
             if canary is not None:
                 self._parts.canaries.begin_comparison(release)
-            return self._launch(record, lead)
+            return self._launch_run(record, lead)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> RolloutRun:
         """Upgrade one gallery, which stayed with an older release, to the active one.
@@ -373,7 +373,7 @@ class Activations:
                 only=gallery,
             )
             self._parts.state.change(activation=record, rolled_back=None)
-            return self._launch(record, lead)
+            return self._launch_run(record, lead)
 
     def resume(self) -> RolloutRun | None:
         """Resume the activation that was under way when this gateway, or its leader, ended.
@@ -420,7 +420,7 @@ class Activations:
                 )
                 if record.canary is not None:
                     self._parts.canaries.begin_comparison(record.release)
-                return self._launch(resumed, lead)
+                return self._launch_run(resumed, lead)
         except BaseException:
             lead.close()
             raise
@@ -664,7 +664,7 @@ class Activations:
             # An orderly stop does not count as a crash.
             self._parts.state.revise(resume_count_reset)
 
-    def _choose(self, manifest: Manifest) -> RolloutName:
+    def _default_rollout(self, manifest: Manifest) -> RolloutName:
         active = self._parts.state.current.active
         if active is None:
             return "cutover"
@@ -692,7 +692,7 @@ class Activations:
                 "activation has ended, or cancel it with `gateway rollback --yes`"
             )
 
-    def _launch(self, record: Activation, lead: Leadership) -> RolloutRun:
+    def _launch_run(self, record: Activation, lead: Leadership) -> RolloutRun:
         for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
                 self._parts.upgrades.expect_upgrade(hosted, record.release)

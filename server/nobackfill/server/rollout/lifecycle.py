@@ -310,7 +310,7 @@ class GalleryOperations:
         """
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.pause(name)
-            return self._job(hosted)
+            return self._current_job(hosted)
 
     def upgrade_job(self, name: str) -> Job:
         """Return the present state of a gallery's last upgrade.
@@ -330,9 +330,9 @@ class GalleryOperations:
             ConfigurationError: the database refuses the statement.
         """
         with self._galleries.use_gallery(name) as hosted:
-            return self._job(hosted)
+            return self._current_job(hosted)
 
-    def _job(self, hosted: HostedGallery) -> Job:
+    def _current_job(self, hosted: HostedGallery) -> Job:
         # Read this first: a job ends before its activation does.
         running = self._activations.activating_release() is not None
         job = self._upgrading.job(hosted.name)

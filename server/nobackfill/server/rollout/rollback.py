@@ -72,7 +72,7 @@ class Rollbacks:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         self._was_planned = True
-        return self._plan()
+        return self._report_losses()
 
     def roll_back(self, to: int | None) -> RollbackReport:
         """Cancel the activation under way, and let an earlier release answer again in all
@@ -107,8 +107,8 @@ class Rollbacks:
             DeadlineError: the call's time is over while the models are loaded.
         """
         with self._activations.block_activations():
-            return self._return(
-                self._state.active_release() if self._is_repeated(to) else self._prepare(to)
+            return self._return_to(
+                self._state.active_release() if self._is_repeated(to) else self._prepare_target(to)
             )
 
     def stop_canary(self, release: int) -> RollbackReport:
@@ -143,7 +143,7 @@ class Rollbacks:
             self._serving.load_release_models(target)
             self._activations.forget_canary(release)
             self._activations.cancel()
-            return self._return(target)
+            return self._return_to(target)
 
     def retire_old_releases(self) -> list[int]:
         """Delete the spaces and models of every release older than the active one, for good.
@@ -199,13 +199,13 @@ class Rollbacks:
         recent = state.rolled_back is not None and 0 <= time.time() - state.rolled_back < RETRY_S
         return recent and not self._was_planned
 
-    def _prepare(self, to: int | None) -> int:
+    def _prepare_target(self, to: int | None) -> int:
         """Load the models of the target release, and cancel the activation under way.
 
         Returns:
             The release that will answer.
         """
-        target = _target(self._state.current)
+        target = _rollback_target(self._state.current)
         if to not in (None, target):
             raise PreconditionError(
                 f"to_release: expected {target}, the release that a rollback leads to now, got "
@@ -215,28 +215,28 @@ class Rollbacks:
         self._activations.cancel()
         return target
 
-    def _return(self, target: int) -> RollbackReport:
+    def _return_to(self, target: int) -> RollbackReport:
         with lock_writes(self._galleries):
-            result = self._state.transact(lambda: self._switch(target))
+            result = self._state.transact(lambda: self._switch_to(target))
             old = self._serving.replan_all()
         self._serving.retire_plans(old)
         log.info("rolled back", release=target, lost=result.lost_count)
         return result
 
-    def _switch(self, target: int) -> RollbackReport:
+    def _switch_to(self, target: int) -> RollbackReport:
         # The activation may have ended in the meantime, or was cancelled before its switch.
         result = RollbackReport(target, 0, [])
         if self._state.current.active != target:
-            result = self._plan()
+            result = self._report_losses()
             self._serving.record_rollback(target)
             self._was_planned = False
         roll_back_galleries(self._galleries, target)
         return result
 
-    def _plan(self) -> RollbackReport:
-        target, lost, listed = _target(self._state.current), 0, list[tuple[str, str]]()
+    def _report_losses(self) -> RollbackReport:
+        target, lost, listed = _rollback_target(self._state.current), 0, list[tuple[str, str]]()
         for hosted in self._galleries.all():
-            space = _space_of(hosted, target)
+            space = _answering_space(hosted, target)
             if space is None:
                 continue
             lost += hosted.store.count_left_behind(space.spec.space)
@@ -247,7 +247,7 @@ class Rollbacks:
         return RollbackReport(target, lost, listed[:LARGEST_LISTING])
 
 
-def _target(state: State) -> int:
+def _rollback_target(state: State) -> int:
     """Return the release that a rollback leads to."""
     record = state.activation
     if record is not None and state.active is not None and record.release != state.active:
@@ -261,7 +261,7 @@ def _target(state: State) -> int:
     return state.previous[-1]
 
 
-def _space_of(hosted: HostedGallery, target: int) -> SpaceInfo | None:
+def _answering_space(hosted: HostedGallery, target: int) -> SpaceInfo | None:
     """Return the space that would answer in a gallery; None if the gallery does not change."""
     infos = hosted.store.spaces()
     active = next(info for info in infos if info.state == "active")

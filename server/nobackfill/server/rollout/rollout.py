@@ -406,7 +406,7 @@ class Rollout:
             The galleries whose new space is complete.
         """
         movable = self._sort_galleries(manifest)
-        self._stage(movable, manifest)
+        self._stage_galleries(movable, manifest)
         if self._record.rollout != "cutover":
             self._switch_queries(manifest)
         self._done, self._total = 0, sum(hosted.store.count() for hosted in movable)
@@ -437,7 +437,7 @@ class Rollout:
                 hosted.store_state({NOTE: note})
         return movable
 
-    def _stage(self, movable: list[HostedGallery], manifest: Manifest) -> None:
+    def _stage_galleries(self, movable: list[HostedGallery], manifest: Manifest) -> None:
         """Begin the new space in each gallery: from now on puts are embedded for both releases."""
         for hosted in movable:
             old = self._parts.catalog.manifest(hosted.active_spec().release)
@@ -453,10 +453,10 @@ class Rollout:
             if self._record.rollout != "cutover" and manifest.space in present:
                 hosted.prepare_space(manifest.space)
             with hosted.write_lock.exclusive():
-                self._transact(partial(self._begin, hosted, manifest))
+                self._transact(partial(self._begin_staging, hosted, manifest))
                 self._parts.plan_manager.replan_gallery(hosted)
 
-    def _begin(self, hosted: HostedGallery, manifest: Manifest) -> None:
+    def _begin_staging(self, hosted: HostedGallery, manifest: Manifest) -> None:
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
         hosted.store_state({ROLLOUT: self._record.rollout, NOTE: None})
 
@@ -501,7 +501,7 @@ class Rollout:
         self._parts.upgrades.finish_job(hosted.name, JobState.INDEXING)
         hosted.build_first_index(manifest.space, self._run.raise_if_cancelled)
         if self._record.rollout != "cutover":
-            self._flip([hosted], manifest, active=False)
+            self._flip_galleries([hosted], manifest, active=False)
         return True
 
     def _upgrade(self, hosted: HostedGallery, manifest: Manifest) -> int:
@@ -605,9 +605,11 @@ class Rollout:
 
     def _switch_galleries(self, upgraded: list[HostedGallery], manifest: Manifest) -> None:
         self._run.add_event(Phase.SWITCHING, self._done, self._total)
-        self._flip(upgraded, manifest, active=True)
+        self._flip_galleries(upgraded, manifest, active=True)
 
-    def _flip(self, upgraded: list[HostedGallery], manifest: Manifest, *, active: bool) -> None:
+    def _flip_galleries(
+        self, upgraded: list[HostedGallery], manifest: Manifest, *, active: bool
+    ) -> None:
         """Make the new space the active one in all of these galleries at once.
 
         Puts wait during the flip. Items that were put only in the old space since the upgrade are
@@ -679,10 +681,10 @@ def _merges_adapted(new: Manifest, old: Manifest) -> bool:
     return bool(direct_part(new, old).score_curves) and origins <= set(own_part(new).score_curves)
 
 
-def _missing_note(items: int, hosted: HostedGallery) -> str:
+def _missing_note(item_count: int, hosted: HostedGallery) -> str:
     """Explain why a gallery cannot move: some items lack a vector or side-information."""
     return (
-        f"{items} items have no vector in release {hosted.active_spec().release} with the "
+        f"{item_count} items have no vector in release {hosted.active_spec().release} with the "
         "side-information that the upgrade needs, so the gallery stays with that release; send "
         "their images again, or publish an upgrade without side-information (texts have none)"
     )

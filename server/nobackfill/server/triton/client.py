@@ -188,7 +188,7 @@ class SharedMemory:
         size = 1 << (size - 1).bit_length()
         try:
             if not self._swept:
-                self._sweep()
+                self._unmap_leftovers()
             # Triton may still map the earlier region of this name.
             self._unregister(name)
             room = os.statvfs(_SHM)
@@ -208,22 +208,22 @@ class SharedMemory:
             # Triton runs on another machine, in another container or as another user. If it is
             # away, the caller's own call fails, too.
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                self._pause(str(error.details()))
+                self._pause_sharing(str(error.details()))
             return None
         except ValueError:
             # The channel was closed meanwhile, and replaced.
             return None
         except (OSError, AttributeError) as error:
             # There is no room, or the system has no such memory.
-            self._pause(str(error))
+            self._pause_sharing(str(error))
             return None
         return region
 
-    def _pause(self, why: str) -> None:
+    def _pause_sharing(self, why: str) -> None:
         self._off_until = time.monotonic() + _PAUSE_S
         log.info("pixels go to Triton in messages for now", because=why)
 
-    def _sweep(self) -> None:
+    def _unmap_leftovers(self) -> None:
         """Unmap the regions that killed gateways have left in Triton."""
         request = pb.SystemSharedMemoryStatusRequest()
         status = self._stub().SystemSharedMemoryStatus(
@@ -356,14 +356,17 @@ class TritonClient:
         try:
             self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if _status_code(error) in (
+                grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+            ):
                 raise UnavailableError(
-                    f"Triton did not load the model {name}: {_details(error)}; try again in a few "
-                    "seconds, and read Triton's log"
+                    f"Triton did not load the model {name}: {_status_details(error)}; try again in "
+                    "a few seconds, and read Triton's log"
                 ) from error
             raise VerificationError(
-                f"Triton refuses the model {name}: {_details(error)}; publish the release again, "
-                "or read Triton's log"
+                f"Triton refuses the model {name}: {_status_details(error)}; publish the release "
+                "again, or read Triton's log"
             ) from error
 
     def unload(self, name: str, timeout_s: float) -> None:
@@ -378,8 +381,8 @@ class TritonClient:
             self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise UnavailableError(
-                f"Triton did not unload the model {name} ({_code(error).name}: {_details(error)}); "
-                "the gateway tries again later"
+                f"Triton did not unload the model {name} ({_status_code(error).name}: "
+                f"{_status_details(error)}); the gateway tries again later"
             ) from error
 
     def infer(
@@ -407,7 +410,7 @@ class TritonClient:
             VerificationError: the output has another shape.
         """
         count = len(next(iter(inputs.values())))
-        answer = self._answer(name, inputs, output, timeout_s)
+        answer = self._infer_in_memory(name, inputs, output, timeout_s)
         shape = list(answer.outputs[0].shape) if answer.outputs else []
         data = answer.raw_output_contents[0] if answer.raw_output_contents else b""
         if len(shape) != 2 or shape[0] != count or len(data) != 4 * shape[0] * shape[1]:
@@ -417,7 +420,7 @@ class TritonClient:
             )
         return np.frombuffer(data, "<f4").reshape(shape)
 
-    def _answer(
+    def _infer_in_memory(
         self, name: str, inputs: Inputs, output: str, timeout_s: float
     ) -> pb.ModelInferResponse:
         region = None
@@ -426,20 +429,20 @@ class TritonClient:
         if self._shared is not None and inputs.keys() == {"image"}:
             region = self._shared.acquire_region(inputs["image"].nbytes)
         if region is None or self._shared is None:
-            return self._infer(_request(name, inputs, output, None), timeout_s)
+            return self._infer(_infer_request(name, inputs, output, None), timeout_s)
         try:
-            return self._infer(_request(name, inputs, output, region), timeout_s)
+            return self._infer(_infer_request(name, inputs, output, region), timeout_s)
         except UnavailableError as error:
             cause = error.__cause__
             if not isinstance(cause, grpc.RpcError):
                 raise
-            is_unknown = _UNKNOWN_REGION in _details(cause)
-            if is_unknown or _code(cause) is grpc.StatusCode.UNAVAILABLE:
+            is_unknown = _UNKNOWN_REGION in _status_details(cause)
+            if is_unknown or _status_code(cause) is grpc.StatusCode.UNAVAILABLE:
                 self._shared.forget()
             if not is_unknown:
                 raise
             # Triton has restarted.
-            return self._infer(_request(name, inputs, output, None), timeout_s)
+            return self._infer(_infer_request(name, inputs, output, None), timeout_s)
         finally:
             self._shared.release_region(region)
 
@@ -447,14 +450,14 @@ class TritonClient:
         try:
             return self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if _status_code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError(
                     "the call's deadline passed before Triton had embedded its images or texts; "
                     "allow more time, or send fewer at once"
                 ) from error
             raise UnavailableError(
                 f"the model server (Triton) does not answer for the model {request.model_name} "
-                f"({_code(error).name}); try again in a few seconds"
+                f"({_status_code(error).name}); try again in a few seconds"
             ) from error
         except ValueError as error:
             # gRPC raises this for a channel that was closed.
@@ -508,14 +511,16 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
         ConfigurationError: a file cannot be read, or is not ASCII.
         ValueError: without TLS, the address has another form.
     """
-    credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
-    token = _read(token_file)
+    credentials = (
+        grpc.ssl_channel_credentials(_read_ascii_file(ca)) if address.startswith(TLS) else None
+    )
+    token = _read_ascii_file(token_file)
     return TritonClient(
         address.removeprefix(TLS), credentials, token.decode().strip() if token else None
     )
 
 
-def _request(
+def _infer_request(
     name: str, inputs: Inputs, output: str, region: SharedRegion | None
 ) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name=name, model_version=VERSION)
@@ -530,7 +535,7 @@ def _request(
     return request
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read_ascii_file(path: Path | None) -> bytes | None:
     try:
         data = path.read_bytes() if path is not None else None
         if data is not None and not data.isascii():
@@ -546,10 +551,10 @@ def _read(path: Path | None) -> bytes | None:
     return data
 
 
-def _code(error: grpc.RpcError) -> grpc.StatusCode:
+def _status_code(error: grpc.RpcError) -> grpc.StatusCode:
     code: Any = error.code()
     return grpc.StatusCode(code)
 
 
-def _details(error: grpc.RpcError) -> str:
+def _status_details(error: grpc.RpcError) -> str:
     return str(error.details())

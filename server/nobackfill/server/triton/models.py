@@ -304,7 +304,7 @@ class TritonModels:
             self._leftover -= set(model_names(manifest))
         for error in load_models(self._client, self._model_repo, model_names(manifest)).values():
             raise error
-        self._keep(manifest)
+        self._record_release(manifest)
         log.info("loaded in Triton", release=manifest.release)
 
     def load_when_ready(self, manifest: Manifest) -> None:
@@ -331,9 +331,9 @@ class TritonModels:
                     error=str(error),
                 )
         # All needed models are loaded before Triton counts as ready.
-        self._keep(manifest)
+        self._record_release(manifest)
 
-    def _keep(self, manifest: Manifest) -> None:
+    def _record_release(self, manifest: Manifest) -> None:
         with self._lock:
             known = manifest.text_encoder is None or manifest.release in self._readers
         reader = None if known else TextReader(self._model_repo, manifest)
@@ -497,22 +497,22 @@ class TritonModels:
         try:
             while not self._stopping.is_set():
                 with error_boundary(self._metrics, "triton"):
-                    self._look()
+                    self._probe_server()
                 self._stopping.wait(_PROBE_EVERY_S if self._up.is_set() else _PROBE_EVERY_S / 5)
         finally:
             self._set_up(False)
             if self._process is not None:
                 self._process.stop()
 
-    def _look(self) -> None:
+    def _probe_server(self) -> None:
         if self._process is not None and not self._process.alive():
             self._start_process(self._process)
             return
         time_start = time.monotonic()
         is_live = self._client.is_live(LIVE_TIMEOUT_S)
         is_late = time.monotonic() - time_start > LIVE_TIMEOUT_S + _LATE_S
-        if not (is_live and self._embeds()):
-            self._miss(is_late)
+        if not (is_live and self._check_embedding()):
+            self._count_missed_probe(is_late)
         else:
             self._misses.clear()
             self._starts.has_answered = True
@@ -542,7 +542,7 @@ class TritonModels:
         self._misses.clear()
         self._starts.started_at = time.monotonic()
 
-    def _embeds(self) -> bool:
+    def _check_embedding(self) -> bool:
         """Load the needed models again if Triton was away; tell whether the model with the oldest
         answer embeds.
         """
@@ -575,7 +575,7 @@ class TritonModels:
         self._last_answers[oldest] = time.monotonic()
         return True
 
-    def _miss(self, is_late: bool) -> None:
+    def _count_missed_probe(self, is_late: bool) -> None:
         self._misses.add(is_late=is_late)
         was_up = self._up.is_set()
         if self._misses.is_unready and was_up:

@@ -341,13 +341,13 @@ class GalleryUpgrades:
     """Run the upgrades of all galleries; `change_counter` is notified at every chunk."""
 
     def __init__(
-        self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
+        self, publication_folder: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
         workers: "WorkerUpgrades | None" = None,
     ) -> None:  # fmt: skip
         """Start without jobs.
 
         Args:
-            files: publication folder.
+            publication_folder: publication folder.
             catalog: published releases.
             state: the gateway's state.
             metrics: the gateway's metrics.
@@ -355,7 +355,7 @@ class GalleryUpgrades:
         """
         self._workers = workers
         self._metrics = metrics
-        self._files = files
+        self._files = publication_folder
         self._catalog = catalog
         self._state = state
         self._lock = threading.Lock()
@@ -489,14 +489,14 @@ class GalleryUpgrades:
         source, spec = hosted.active_spec(), SpaceSpec.of(target)
         throttle, workers = Throttle(spare_cores), None if in_this_thread else self._workers
         total = hosted.store.count()
-        state = self._first_state(hosted.name)
-        self._set(Job(hosted.name, source.release, target.release, state, total=total))
+        state = self._initial_job_state(hosted.name)
+        self._set_job(Job(hosted.name, source.release, target.release, state, total=total))
         # Number of items done when the neighbours were last measured.
         measured_at: int | None = None
 
         def on_chunk(progress: UpgradeProgress) -> None:
             rate = progress.writes / progress.seconds if progress.seconds > 0 else 0.0
-            self._update(
+            self._update_job(
                 hosted.name, complete=progress.complete, total=progress.total, items_per_second=rate
             )
             nonlocal measured_at
@@ -505,7 +505,7 @@ class GalleryUpgrades:
                 or MEASUREMENTS * (progress.complete - measured_at) >= progress.total
             ):
                 measured_at = progress.complete
-                self._measure(hosted, source, spec)
+                self._measure_neighbours(hosted, source, spec)
             on_progress(progress.complete)
             if workers is None:
                 throttle.pause()
@@ -692,7 +692,7 @@ class GalleryUpgrades:
         """
         source = hosted.active_spec().release
         if source != release:
-            self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
+            self._set_job(Job(hosted.name, source, release, self._initial_job_state(hosted.name)))
 
     def finish_job(self, gallery: str, state: JobState, message: str = "") -> None:
         """Record how a job ended, or that its index is being built.
@@ -716,7 +716,7 @@ class GalleryUpgrades:
         values: dict[str, object] = {"state": state, "message": message}
         if state is JobState.DONE and (job := self.job(gallery)) is not None:
             values["complete"] = job.total
-        self._update(gallery, **values)
+        self._update_job(gallery, **values)
 
     def fail_job(self, gallery: str, message: str) -> None:
         """Record that a job failed, unless it has ended or there is none.
@@ -757,20 +757,22 @@ class GalleryUpgrades:
             [info for info in hosted.store.spaces() if info.state == "previous"],
         )
         job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
-        self._set(replace(job, re_embedded=job.re_embedded + count))
+        self._set_job(replace(job, re_embedded=job.re_embedded + count))
         if older:
             previous = max(older, key=lambda info: info.activated)
             self._report_neighbours(hosted, previous.spec, spec)
 
-    def _measure(self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec) -> float | None:
+    def _measure_neighbours(
+        self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec
+    ) -> float | None:
         share = neighbour_overlap(hosted.store.sample_pairs, source, target)
-        self._update(hosted.name, neighbours_kept=share)
+        self._update_job(hosted.name, neighbours_kept=share)
         return share
 
     def _report_neighbours(
         self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec
     ) -> None:
-        share = self._measure(hosted, source, target)
+        share = self._measure_neighbours(hosted, source, target)
         if share is not None:
             self._metrics.neighbours_kept.labels(str(target.release)).set(share)
 
@@ -784,12 +786,12 @@ class GalleryUpgrades:
             )
         return route
 
-    def _set(self, job: Job) -> None:
+    def _set_job(self, job: Job) -> None:
         with self._lock:
             self._jobs[job.gallery] = job
-        self._publish(job)
+        self._publish_job(job)
 
-    def _first_state(self, gallery: str) -> JobState:
+    def _initial_job_state(self, gallery: str) -> JobState:
         return JobState.PAUSED if self.is_paused(gallery) else JobState.RUNNING
 
     def _change_state(self, gallery: str, state: JobState, message: str = "") -> None:
@@ -799,17 +801,17 @@ class GalleryUpgrades:
             if job is None or job.is_over:
                 return
             job = self._jobs[gallery] = replace(job, state=state, message=message)
-        self._publish(job)
+        self._publish_job(job)
 
-    def _update(self, gallery: str, **values: object) -> None:
+    def _update_job(self, gallery: str, **values: object) -> None:
         with self._lock:
             job = self._jobs.get(gallery)
             if job is None:
                 return
             job = self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
-        self._publish(job)
+        self._publish_job(job)
 
-    def _publish(self, job: Job) -> None:
+    def _publish_job(self, job: Job) -> None:
         """Publish a job to watchers here at once, and to other gateways now and then."""
         time_now, last = time.monotonic(), self._saved.get(job.gallery)
         if last is None or last[0] != job.state or time_now - last[1] > _SAVE_SECONDS:

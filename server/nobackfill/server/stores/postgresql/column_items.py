@@ -78,18 +78,18 @@ class DatabaseColumnItems:
         """
         with self._lock:
             try:
-                row = self._fetch(name, most_bytes)
+                row = self._fetch_value(name, most_bytes)
             except psycopg.Error as error:
                 if is_connection_lost(error):
                     _close(self._connections)
-                raise _translate(error, name) from error
+                raise _translate_error(error, name) from error
         if row is None or row[0] is None:
             return None
         value: str | bytes = row[0]
         check_item_size(value.encode() if isinstance(value, str) else value, name, most_bytes)
         return value
 
-    def _fetch(self, name: str, most_bytes: int) -> Any:
+    def _fetch_value(self, name: str, most_bytes: int) -> Any:
         if not self._connections or self._connections[0].closed:
             self._connections[:] = [self._connect()]
         # Fetch no more of a value than is accepted.
@@ -120,7 +120,7 @@ def _close(connections: list[Any]) -> None:
     connections.clear()
 
 
-def _translate(error: psycopg.Error, name: str) -> Exception:
+def _translate_error(error: psycopg.Error, name: str) -> Exception:
     if isinstance(error, psycopg.errors.QueryCanceled):
         return UnavailableError(
             f"item {name!r}: the database of the setting item_columns did not answer within "

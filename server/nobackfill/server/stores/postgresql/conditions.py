@@ -66,18 +66,18 @@ def encode_facets(metadata: Metadata) -> str:
     Returns:
         A JSON object; an empty list has no entry. "{}" for no metadata.
     """
-    entries = {key: _facet(value) for key, value in metadata.items()}
+    entries = {key: _encode_facet(value) for key, value in metadata.items()}
     listed = (
         f"{json.dumps(key, ensure_ascii=False)}:{facet}" for key, facet in entries.items() if facet
     )
     return "{" + ",".join(listed) + "}"
 
 
-def _facet(value: Any) -> str:
+def _encode_facet(value: Any) -> str:
     if isinstance(value, bool):
         return f'{{"b":[{json.dumps(value)}]}}'
     if isinstance(value, int | float):
-        return f'{{"n":[{_exact(value)}]}}'
+        return f'{{"n":[{_exact_decimal(value)}]}}'
     texts = [value] if isinstance(value, str) else list(value)
     if not texts:
         return ""
@@ -86,7 +86,7 @@ def _facet(value: Any) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-def _exact(number: int | float) -> str:
+def _exact_decimal(number: int | float) -> str:
     return format(Decimal(number), "f")
 
 
@@ -106,67 +106,77 @@ def sql_condition(filtered: Filter | None) -> SqlCondition:
     if filtered is None:
         return ALWAYS_TRUE
     check_filter(filtered)
-    condition = _of(filtered)
+    condition = _filter_condition(filtered)
     return condition if condition is ALWAYS_TRUE else replace(condition, source_filter=filtered)
 
 
-def _of(filtered: Filter) -> SqlCondition:
+def _filter_condition(filtered: Filter) -> SqlCondition:
     if isinstance(filtered, Not):
-        inner = _of(filtered.excluded_filter)
+        inner = _filter_condition(filtered.excluded_filter)
         return SqlCondition(f"NOT ({inner.sql})", inner.parameters)
     if isinstance(filtered, All):
-        return _join(" AND ", _of_all(filtered.filters), ALWAYS_TRUE)
+        return _join_conditions(" AND ", _all_condition_parts(filtered.filters), ALWAYS_TRUE)
     if isinstance(filtered, AnyOf):
-        return _join(" OR ", _of_any(filtered.filters), _NOTHING)
-    return _test(filtered) if is_storable_text(filtered.key) else _NOTHING
+        return _join_conditions(" OR ", _any_condition_parts(filtered.filters), _NOTHING)
+    return _test_condition(filtered) if is_storable_text(filtered.key) else _NOTHING
 
 
-def _of_all(parts: Sequence[Filter]) -> list[SqlCondition]:
+def _all_condition_parts(parts: Sequence[Filter]) -> list[SqlCondition]:
     """Translate parts that must all match; ranges of one key are combined, and so are negations."""
-    ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
+    ranges = _group_by_key(part for part in parts if isinstance(part, Range | TimeRange))
     negated = tuple(part.excluded_filter for part in parts if isinstance(part, Not))
-    others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | Not)]
+    others = [
+        _filter_condition(part) for part in parts if not isinstance(part, Range | TimeRange | Not)
+    ]
     if negated:
-        inner = _join(" OR ", _of_any(negated), _NOTHING)
+        inner = _join_conditions(" OR ", _any_condition_parts(negated), _NOTHING)
         others.append(SqlCondition(f"NOT ({inner.sql})", inner.parameters))
-    return [*others, *(_in_ranges(group, every=True) for group in ranges)]
+    return [*others, *(_ranges_condition(group, every=True) for group in ranges)]
 
 
-def _of_any(parts: Sequence[Filter]) -> list[SqlCondition]:
+def _any_condition_parts(parts: Sequence[Filter]) -> list[SqlCondition]:
     """Translate parts of which one must match; ranges, and values, of one key are combined."""
-    ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
-    value_tests = _by_key(part for part in parts if isinstance(part, OneOf))
-    others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | OneOf)]
+    ranges = _group_by_key(part for part in parts if isinstance(part, Range | TimeRange))
+    value_tests = _group_by_key(part for part in parts if isinstance(part, OneOf))
+    others = [
+        _filter_condition(part) for part in parts if not isinstance(part, Range | TimeRange | OneOf)
+    ]
     values = (
         OneOf(group[0].key, tuple(value for test in group for value in test.values))
         for group in value_tests
     )
-    return [*others, *map(_of, values), *(_in_ranges(group, every=False) for group in ranges)]
+    return [
+        *others,
+        *map(_filter_condition, values),
+        *(_ranges_condition(group, every=False) for group in ranges),
+    ]
 
 
-def _by_key(tests: Iterable[ConditionKind]) -> Iterable[list[ConditionKind]]:
+def _group_by_key(tests: Iterable[ConditionKind]) -> Iterable[list[ConditionKind]]:
     groups: dict[tuple[type, str], list[ConditionKind]] = {}
     for test in tests:
         groups.setdefault((type(test), test.key), []).append(test)
     return groups.values()
 
 
-def _join(word: str, parts: Sequence[SqlCondition], default: SqlCondition) -> SqlCondition:
+def _join_conditions(
+    word: str, parts: Sequence[SqlCondition], default: SqlCondition
+) -> SqlCondition:
     if not parts:
         return default
     text = word.join(f"({part.sql})" for part in parts)
     return SqlCondition(text, tuple(value for part in parts for value in part.parameters))
 
 
-def _test(test: KeyTest) -> SqlCondition:
+def _test_condition(test: KeyTest) -> SqlCondition:
     if isinstance(test, OneOf):
-        return _one_of(test)
+        return _one_of_condition(test)
     if isinstance(test, Exists):
         return SqlCondition("i.facets ? %s", (test.key,))
-    return _in_ranges([test], every=True)
+    return _ranges_condition([test], every=True)
 
 
-def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> SqlCondition:
+def _ranges_condition(ranges: Sequence[Range | TimeRange], *, every: bool) -> SqlCondition:
     """Make the condition that the item's key is in every range, or in one of them.
 
     PostgreSQL combines the ranges once for all rows; one by one, each row would take as many times
@@ -175,7 +185,7 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> SqlCondit
     key = ranges[0].key
     if not is_storable_text(key):
         return _NOTHING
-    texts = tuple(map(_range, ranges))
+    texts = tuple(map(_range_literal, ranges))
     combined, bounds = " * ".join(["%s::numrange"] * len(texts)), texts
     if not every:
         combined, bounds = "%s::nummultirange", (f"{{{','.join(texts)}}}",)
@@ -200,37 +210,41 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> SqlCondit
     )
 
 
-def _range(test: Range | TimeRange) -> str:
+def _range_literal(test: Range | TimeRange) -> str:
     """Write a range as PostgreSQL does."""
     lowest = max(
-        ((bound, name == "greater_than") for name, bound in _bounds_of(test, _LOWER)), default=None
+        ((bound, name == "greater_than") for name, bound in _set_bounds(test, _LOWER)), default=None
     )
     highest = min(
-        ((bound, name == "at_most") for name, bound in _bounds_of(test, _UPPER)), default=None
+        ((bound, name == "at_most") for name, bound in _set_bounds(test, _UPPER)), default=None
     )
     if lowest is not None and highest is not None and lowest[0] > highest[0]:
         return "empty"
-    lower = "(" if lowest is None else f"{'(' if lowest[1] else '['}{_bound(lowest[0])}"
-    upper = ")" if highest is None else f"{_bound(highest[0])}{']' if highest[1] else ')'}"
+    lower = "(" if lowest is None else f"{'(' if lowest[1] else '['}{_bound_literal(lowest[0])}"
+    upper = ")" if highest is None else f"{_bound_literal(highest[0])}{']' if highest[1] else ')'}"
     return f"{lower},{upper}"
 
 
-def _bounds_of(test: Range | TimeRange, names: Sequence[str]) -> list[tuple[str, int | float]]:
+def _set_bounds(test: Range | TimeRange, names: Sequence[str]) -> list[tuple[str, int | float]]:
     return [(name, bound) for name in names if (bound := getattr(test, name)) is not None]
 
 
-def _one_of(test: OneOf) -> SqlCondition:
+def _one_of_condition(test: OneOf) -> SqlCondition:
     """Make the condition that a key has one of some values.
 
     Few values are searched in an index. Many are compared by a hash table; one by one, each row
     would take as many times longer.
     """
     if len(test.values) <= FEW_VALUES:
-        return _join(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
-    flags = [_equals(test.key, value) for value in {*test.values} if isinstance(value, bool)]
+        return _join_conditions(
+            " OR ", [_equals_condition(test.key, value) for value in test.values], _NOTHING
+        )
+    flags = [
+        _equals_condition(test.key, value) for value in {*test.values} if isinstance(value, bool)
+    ]
     texts = [value for value in test.values if isinstance(value, str) and is_storable_text(value)]
     numbers = [
-        _exact(value)
+        _exact_decimal(value)
         for value in test.values
         if not isinstance(value, bool | str) and not math.isinf(value)
     ]
@@ -247,16 +261,16 @@ def _one_of(test: OneOf) -> SqlCondition:
         )
         text = f"((i.facets -> %s -> 's' ->> 0) = ANY(%s::text[]) OR {of_list}) IS TRUE"
         conditions.append(SqlCondition(text, (test.key, texts, test.key, test.key, texts)))
-    return _join(" OR ", conditions, _NOTHING)
+    return _join_conditions(" OR ", conditions, _NOTHING)
 
 
-def _bound(bound: int | float) -> str:
+def _bound_literal(bound: int | float) -> str:
     if isinstance(bound, float) and math.isinf(bound):
         return "Infinity" if bound > 0 else "-Infinity"
-    return _exact(bound)
+    return _exact_decimal(bound)
 
 
-def _equals(key: str, value: Scalar) -> SqlCondition:
+def _equals_condition(key: str, value: Scalar) -> SqlCondition:
     if isinstance(value, bool):
         values: Mapping[str, str] = {"b": json.dumps(value)}
     elif isinstance(value, str):
@@ -266,7 +280,7 @@ def _equals(key: str, value: Scalar) -> SqlCondition:
     elif math.isinf(value):
         return _NOTHING
     else:
-        values = {"n": _exact(value)}
+        values = {"n": _exact_decimal(value)}
     ((kind, text),) = values.items()
     name = json.dumps(key, ensure_ascii=False)
     return SqlCondition("i.facets @> %s::jsonb", (f'{{{name}:{{"{kind}":[{text}]}}}}',))

@@ -313,7 +313,11 @@ EF = 100
 
 
 def execute(
-    connection: Connection, statement: str, values: Sequence[Any] = (), *, filters: bool = False
+    connection: Connection,
+    statement: str,
+    values: Sequence[Any] = (),
+    *,
+    plans_for_values: bool = False,
 ) -> Any:
     """Execute a statement whose names are ours; values are bound.
 
@@ -323,8 +327,8 @@ def execute(
         connection: the connection.
         statement: the SQL statement.
         values: values of its placeholders.
-        filters: plan the statement for its values at each call, which lets PostgreSQL compare many
-            values by a hash table.
+        plans_for_values: plan the statement for its values at each call, which lets PostgreSQL
+            compare many values by a hash table.
 
     Returns:
         The cursor, which holds all rows already.
@@ -332,7 +336,7 @@ def execute(
     Raises:
         psycopg.Error: the statement fails, or the connection is broken or closed.
     """
-    prepare = False if filters else None
+    prepare = False if plans_for_values else None
     return connection.execute(statement.encode(), values or None, binary=True, prepare=prepare)
 
 
@@ -380,7 +384,8 @@ class Database:
         check_url(url)
         self.url = url = with_timeout(url, _WAIT_SECONDS)
         self._pool = ConnectionPool(
-            url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
+            url, min_size=1, max_size=most, open=False, timeout=wait_s,
+            configure=self._configure_connection,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
         )  # fmt: skip
         self._wait_s = wait_s
@@ -473,7 +478,7 @@ class Database:
         """
         with closing(self.connect()) as connection:
             try:
-                self._configure(connection)
+                self._configure_connection(connection)
                 execute(connection, "SET idle_in_transaction_session_timeout = 0")
                 execute(connection, "SET default_transaction_isolation = 'repeatable read'")
                 with connection.transaction():
@@ -527,11 +532,11 @@ class Database:
         if self._own.reading:
             # A nested read has its place already: readers that waited for a second one could wait
             # for each other.
-            return self._persistent(reading)
+            return self._retry_on_lost_connection(reading)
         with self._reads.limited(reader):
             self._own.reading = True
             try:
-                return self._persistent(reading)
+                return self._retry_on_lost_connection(reading)
             finally:
                 self._own.reading = False
 
@@ -568,7 +573,9 @@ class Database:
             raise BusyError(self._refusal)
         for attempt in range(_MAX_TRIES):
             try:
-                return self._persistent(lambda connection: self._commit(connection, work))
+                return self._retry_on_lost_connection(
+                    lambda connection: self._commit_work(connection, work)
+                )
             except _CollisionError as error:
                 if attempt + 1 == _MAX_TRIES:
                     raise BusyError(
@@ -601,7 +608,7 @@ class Database:
         if self._own.connection is None:
             if self._refusal is not None:
                 raise BusyError(self._refusal)
-            self._persistent(work)
+            self._retry_on_lost_connection(work)
 
     def transact(self, work: Callable[[], Result]) -> Result:
         """Run all reads and writes of `work`, in this thread, as one transaction.
@@ -649,7 +656,7 @@ class Database:
         else:
             self._own.endings.append(ending)
 
-    def _commit(self, connection: Connection, work: Callable[[Connection], Result]) -> Result:
+    def _commit_work(self, connection: Connection, work: Callable[[Connection], Result]) -> Result:
         execute(connection, "BEGIN")
         try:
             result = work(connection)
@@ -697,7 +704,7 @@ class Database:
             "change was made; repeat the call, which is safe"
         )
 
-    def _persistent(self, work: Callable[[Connection], Result]) -> Result:
+    def _retry_on_lost_connection(self, work: Callable[[Connection], Result]) -> Result:
         end = time.monotonic() + self._wait_s
         for attempt in count(1):
             try:
@@ -722,7 +729,7 @@ class Database:
                 self._pool.check()
         raise AssertionError("unreachable: the loop returns or raises")
 
-    def _configure(self, connection: Connection) -> None:
+    def _configure_connection(self, connection: Connection) -> None:
         for name, value in (
             ("lock_timeout", f"{int(1000 * self._wait_s)}"),
             ("statement_timeout", f"{_STATEMENT_SECONDS}s"),

@@ -200,7 +200,7 @@ class PostgresqlGallery(Reads):
                 than the space; no item is stored.
         """
         batch = check_batch(ids, digests, metadata)
-        checked = self._checked(vectors, len(ids), outdated=epoch is not None)
+        checked = self._check_vectors(vectors, len(ids), outdated=epoch is not None)
 
         def work(connection: Connection) -> Any:
             if epoch is not None and rows.read_epoch(connection, self.number) != epoch:
@@ -219,7 +219,7 @@ class PostgresqlGallery(Reads):
         )
         return PutResult(result.labels, result.changed)
 
-    def _checked(
+    def _check_vectors(
         self, vectors: Sequence[NewVectors], count: int, *, outdated: bool
     ) -> list[CheckedVectors]:
         spaces = self.spaces()
@@ -251,7 +251,7 @@ class PostgresqlGallery(Reads):
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
         """
-        return self._delete("id = ANY(%s)", [storable_ids(ids)])
+        return self._delete_where("id = ANY(%s)", [storable_ids(ids)])
 
     def delete_passing(self, labels: Labels, filtered: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped; see
@@ -277,9 +277,9 @@ class PostgresqlGallery(Reads):
         """
         condition = sql_condition(filtered)
         where = f"label = ANY(%s) AND ({condition.sql})"
-        return self._delete(where, [labels.tolist(), *condition.parameters])
+        return self._delete_where(where, [labels.tolist(), *condition.parameters])
 
-    def _delete(self, where: str, values: Sequence[Any]) -> int:
+    def _delete_where(self, where: str, values: Sequence[Any]) -> int:
         def work(connection: Connection) -> Labels:
             labels = writes.lock_items(connection, self.schema, where, values)
             writes.delete_labels(connection, self.schema, labels)
@@ -630,7 +630,7 @@ class PostgresqlGalleries:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        number = self.database.read(lambda connection: _number(connection, name))
+        number = self.database.read(lambda connection: _gallery_number(connection, name))
         if number is None:
             raise NotFoundError(
                 f"the database has no gallery {name!r}; create it with `gateway gallery create`"
@@ -666,7 +666,7 @@ class PostgresqlGalleries:
         """
 
         def work(connection: Connection) -> int:
-            if _number(connection, name) is not None:
+            if _gallery_number(connection, name) is not None:
                 raise AlreadyExistsError(
                     f"gallery {name!r} exists already in this database; choose another name"
                 )
@@ -716,7 +716,7 @@ class PostgresqlGalleries:
         self.database.write(work)
 
 
-def _number(connection: Connection, name: str) -> int | None:
+def _gallery_number(connection: Connection, name: str) -> int | None:
     row = execute(
         connection, "SELECT number FROM nobackfill.galleries WHERE name = %s", [name]
     ).fetchone()

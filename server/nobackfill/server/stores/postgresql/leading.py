@@ -69,7 +69,7 @@ class DatabaseLeadership(Leadership):
             try:
                 if self._connection is None:
                     self._connection = _try_lock(self._database)
-                return self._connection is None or _term(self._connection) != self.term
+                return self._connection is None or _current_term(self._connection) != self.term
             except psycopg.Error:
                 # The lock ended with the connection; the next call takes it again.
                 self._connection = None
@@ -202,7 +202,7 @@ def _try_lock(database: Database) -> Connection | None:
     return None
 
 
-def _term(connection: Connection) -> int:
+def _current_term(connection: Connection) -> int:
     return int(execute(connection, "SELECT term FROM nobackfill.gateway").fetchone()[0])
 
 
@@ -416,7 +416,7 @@ class DatabaseState(GatewayState):
         self._epoch = -1
         query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway"
         epoch, value, writer = database.read(lambda c: execute(c, query).fetchone())
-        super().__init__(_state(value, writer))
+        super().__init__(_parse_database_state(value, writer))
         self._epoch = epoch
 
     def refresh(self) -> Mapping[str, tuple[int, int]]:
@@ -441,7 +441,7 @@ class DatabaseState(GatewayState):
             " FROM nobackfill.galleries) FROM nobackfill.gateway"
         )
         epoch, value, writer, marks = self._database.read(lambda c: execute(c, query).fetchone())
-        self._update(epoch, _state(value, writer))
+        self._update(epoch, _parse_database_state(value, writer))
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
@@ -471,7 +471,7 @@ class DatabaseState(GatewayState):
         def work(connection: Connection) -> tuple[int, State]:
             query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway FOR UPDATE"
             epoch, value, writer = execute(connection, query).fetchone()
-            state = _state(value, writer)
+            state = _parse_database_state(value, writer)
             new = State.model_validate({**dict(state), **values_of(state)})
             execute(
                 connection,
@@ -638,5 +638,5 @@ class DatabaseState(GatewayState):
         return [AuditEntry(*row) for row in reversed(rows)]
 
 
-def _state(value: str, writer: object) -> State:
+def _parse_database_state(value: str, writer: object) -> State:
     return parse_state(value, "nobackfill.gateway of the database", writer)

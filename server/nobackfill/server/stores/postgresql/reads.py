@@ -132,7 +132,7 @@ class PostgresqlWindows:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         for with_side in self._passes:
-            for labels in self._labels(order, with_side):
+            for labels in self._missing_labels(order, with_side):
                 for start in range(0, len(labels), size):
                     yield labels[start : start + size], bool(with_side)
 
@@ -149,10 +149,10 @@ class PostgresqlWindows:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        pieces = [piece for side in self._passes for piece in self._labels("label", side)]
+        pieces = [piece for side in self._passes for piece in self._missing_labels("label", side)]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
-    def _labels(self, order: UpgradeOrder, with_side: bool | None) -> Iterator[Labels]:
+    def _missing_labels(self, order: UpgradeOrder, with_side: bool | None) -> Iterator[Labels]:
         """Yield labels that the target lacks, with or without side-information (None: both)."""
         query = f"SELECT s.label FROM {self._table} s WHERE " + {
             None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"
@@ -160,7 +160,8 @@ class PostgresqlWindows:
         if order == "uncertainty":
             # All at once: the order is not by label, so there are no pages.
             query += (
-                self._lacking(self._frontier) + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
+                self._missing_condition(self._frontier)
+                + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
             )
             yield self._database.read(lambda c: label_column(execute(c, query)))
             return
@@ -168,7 +169,7 @@ class PostgresqlWindows:
         while True:
 
             def page(connection: Connection, label: int = last) -> Labels:
-                condition = f"{self._lacking(label)} ORDER BY s.label LIMIT {_LABELS}"
+                condition = f"{self._missing_condition(label)} ORDER BY s.label LIMIT {_LABELS}"
                 return label_column(execute(connection, query + condition))
 
             labels = self._database.read(page)
@@ -177,7 +178,7 @@ class PostgresqlWindows:
             last = int(labels[-1])
             yield labels
 
-    def _lacking(self, label: int) -> str:
+    def _missing_condition(self, label: int) -> str:
         """Make the condition for a row `s` of the source that is above a label and missing in the
         target.
 
@@ -364,10 +365,10 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        found = self._vectors(np.array([label], np.int64), self.space(space))
+        found = self._read_vectors(np.array([label], np.int64), self.space(space))
         return found if len(found) else None
 
-    def _vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
+    def _read_vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
         table = table_name(self.schema, info.number)
         return self.database.read(
             lambda connection: copy_out(connection, table, labels_condition(labels), info.spec.dim)
@@ -457,7 +458,7 @@ class Reads:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         check_page_limit(limit)
-        condition = _condition(matches)
+        condition = _matches_condition(matches)
         if least_certain:
             table = self._table(space)
             last = ListingPosition(0, float("inf")) if start_after is None else start_after
@@ -477,7 +478,9 @@ class Reads:
         places = self.database.read(
             lambda connection: [
                 ListingPosition(*row)
-                for row in execute(connection, query, values, filters=condition is not ALWAYS_TRUE)
+                for row in execute(
+                    connection, query, values, plans_for_values=condition is not ALWAYS_TRUE
+                )
             ]
         )
         items = self.items([place.label for place in places], space)
@@ -704,7 +707,7 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
         return int(cursor.fetchone()[0])
 
 
-def _condition(matches: Matches | None) -> SqlCondition:
+def _matches_condition(matches: Matches | None) -> SqlCondition:
     if matches is None:
         return ALWAYS_TRUE
     if isinstance(matches, PostgresqlMatches):

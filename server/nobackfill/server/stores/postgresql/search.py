@@ -77,15 +77,15 @@ def execute_nearest(
     values: Sequence[bytes] = [to_binary(query)]
     for _ in range(2):
         if statement not in names:
-            _prepare(server, names, statement)
+            _prepare_statement(server, names, statement)
         result = server.exec_prepared(names[statement], values, [_BINARY], _BINARY)
         if result.status == pq.ExecStatus.TUPLES_OK:
             break
         if result.error_field(pq.DiagnosticField.SQLSTATE) != b"26000":
-            raise _error(server, result)
+            raise _result_error(server, result)
         names.clear()
     else:
-        raise _error(server, result)
+        raise _result_error(server, result)
     value = result.get_value
     return [
         (int.from_bytes(value(row, 0) or b"", "big"), value(row, 1) or b"")
@@ -93,17 +93,17 @@ def execute_nearest(
     ]
 
 
-def _prepare(server: pq.abc.PGconn, names: dict[str, bytes], statement: str) -> None:
+def _prepare_statement(server: pq.abc.PGconn, names: dict[str, bytes], statement: str) -> None:
     if len(names) >= _MAX_STATEMENTS:
         server.exec_(b"DEALLOCATE " + names.pop(next(iter(names))))
     name = b"near_%d" % next(_numbers)
     result = server.prepare(name, statement.replace("%s", "$1::vector").encode())
     if result.status != pq.ExecStatus.COMMAND_OK:
-        raise _error(server, result)
+        raise _result_error(server, result)
     names[statement] = name
 
 
-def _error(server: pq.abc.PGconn, result: pq.abc.PGresult) -> psycopg.Error:
+def _result_error(server: pq.abc.PGconn, result: pq.abc.PGresult) -> psycopg.Error:
     if server.status == pq.ConnStatus.BAD:
         # As psycopg does it: without a code, because no server sent one.
         return psycopg.OperationalError(server.get_error_message())
@@ -190,10 +190,10 @@ class SpaceTable:
         # A bound limit is planned at each call, as a filter must be; a search without a filter is
         # planned once.
         limit_text = "%s" if condition is not ALWAYS_TRUE else f"{limit:d}"
-        tables = self._passing(condition)
+        tables = self._from_clause(condition)
         return f"SELECT {columns} FROM {tables} ORDER BY {ordering} LIMIT {limit_text}"
 
-    def _passing(self, condition: SqlCondition) -> str:
+    def _from_clause(self, condition: SqlCondition) -> str:
         items = "" if condition is ALWAYS_TRUE else f" JOIN {self.schema}.items i USING (label)"
         return f"{self.table_name} v{items} WHERE ({condition.sql}){self._exclusion}"
 
@@ -209,11 +209,11 @@ class SpaceTable:
             psycopg.Error: the statement fails, as without the table; the caller translates it.
         """
         statement = (
-            f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
+            f"SELECT v.label, v.embedding FROM {self._from_clause(condition)} AND v.label = ANY(%s)"
         )
         values = [*condition.parameters, list(labels)]
         rows: list[Any] = execute(
-            connection, statement, values, filters=condition is not ALWAYS_TRUE
+            connection, statement, values, plans_for_values=condition is not ALWAYS_TRUE
         ).fetchall()
         return rows
 
@@ -330,7 +330,7 @@ def search(
     ]
 
     # One width for all tables, set once.
-    width = max(_width(table, k, ef) for table, _ in requests)
+    width = max(_candidate_count(table, k, ef) for table, _ in requests)
 
     def work(connection: Connection) -> list[Neighbours]:
         results = []
@@ -365,7 +365,7 @@ def scans_all_vectors(spec: SpaceSpec, ef: int) -> bool:
     return spec.dim > MOST_HALF or ef > MAX_EF
 
 
-def _width(table: SpaceTable, k: int, ef: int) -> int:
+def _candidate_count(table: SpaceTable, k: int, ef: int) -> int:
     """Return the number of candidates of a graph search."""
     return max(ef or table.ef, k + _EXTRA_CANDIDATES)
 
@@ -402,12 +402,12 @@ def _nearest(
         if rows_found is not None:
             return rank_rows(table.spec, query, rows_found, k)
     elif not exact:
-        rows = _ask(connection, table, query, limit, condition, exact=False)
+        rows = _query_candidates(connection, table, query, limit, condition, exact=False)
         if len(rows) == limit:
             return rank_rows(table.spec, query, rows, k)
         # Too few pass, or the graph scan ended early: only comparing all rows tells.
     while True:
-        rows = _ask(connection, table, query, limit, condition, exact=True)
+        rows = _query_candidates(connection, table, query, limit, condition, exact=True)
         if len(rows) < limit or _is_settled(
             rows, k, 1.0 if cosine else min(1.0, float(np.linalg.norm(query)))
         ):
@@ -424,11 +424,13 @@ def search_graph(connection: Connection, table: SpaceTable, query: Vectors, k: i
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    rows = _ask(connection, table, query, k + _EXTRA_CANDIDATES, ALWAYS_TRUE, exact=False)
+    rows = _query_candidates(
+        connection, table, query, k + _EXTRA_CANDIDATES, ALWAYS_TRUE, exact=False
+    )
     return rank_rows(table.spec, query, rows, k)
 
 
-def _ask(
+def _query_candidates(
     connection: Connection, table: SpaceTable, query: Vectors, limit: int,
     condition: SqlCondition, *, exact: bool,
 ) -> list[Any]:  # fmt: skip
@@ -439,7 +441,7 @@ def _ask(
         values.append(limit)
     statement = table.statement(condition, exact, limit)
     rows: list[Any] = execute(
-        connection, statement, values, filters=condition is not ALWAYS_TRUE
+        connection, statement, values, plans_for_values=condition is not ALWAYS_TRUE
     ).fetchall()
     return rows
 
@@ -517,7 +519,7 @@ class PostgresqlMatches:
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
             lambda connection: label_column(
-                execute(connection, query, self.condition.parameters, filters=True)
+                execute(connection, query, self.condition.parameters, plans_for_values=True)
             )
         )
 
@@ -525,7 +527,9 @@ class PostgresqlMatches:
         query = f"SELECT count(*) FROM {self._items}"
         return self._database.read(
             lambda connection: int(
-                execute(connection, query, self.condition.parameters, filters=True).fetchone()[0]
+                execute(
+                    connection, query, self.condition.parameters, plans_for_values=True
+                ).fetchone()[0]
             )
         )
 

@@ -280,7 +280,7 @@ def read_frontier(connection: Connection, schema: str, number: int) -> int:
     """
     if not _has_frontiers(connection, schema):
         return 0
-    return int(execute(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
+    return int(execute(connection, f"SELECT {_frontier_expression(schema, number)}").fetchone()[0])
 
 
 def _has_frontiers(connection: Connection, schema: str) -> bool:
@@ -290,7 +290,7 @@ def _has_frontiers(connection: Connection, schema: str) -> bool:
     return exists
 
 
-def _of(schema: str, number: int) -> str:
+def _frontier_expression(schema: str, number: int) -> str:
     return f"coalesce((SELECT label FROM {schema}.frontiers WHERE space = {number:d}), 0)"
 
 
@@ -322,7 +322,8 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
         old_frontier = read_frontier(connection, schema, number)
         # This includes items put in the meantime; their labels are greater.
         first = execute(
-            connection, f"SELECT min(i.label) FROM {_lacking(schema, number, old_frontier)}"
+            connection,
+            f"SELECT min(i.label) FROM {_items_without_vector(schema, number, old_frontier)}",
         ).fetchone()[0]
         reached = last if first is None else min(last, first - 1)
         if reached > old_frontier:
@@ -342,7 +343,7 @@ def count_left_behind(connection: Connection, schema: str, number: int) -> int:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    missing = _lacking(schema, number, read_frontier(connection, schema, number))
+    missing = _items_without_vector(schema, number, read_frontier(connection, schema, number))
     return int(execute(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
 
 
@@ -370,13 +371,13 @@ def few_missing_labels(
     frontier_sql = "0::bigint"
     if schema in seen_schemas or _has_frontiers(connection, schema):
         seen_schemas.add(schema)
-        frontier_sql = _of(schema, target)
-    cursor = execute(connection, _few(schema, source, target, frontier_sql))
+        frontier_sql = _frontier_expression(schema, target)
+    cursor = execute(connection, _few_missing_query(schema, source, target, frontier_sql))
     labels = [label for (label,) in cursor]
     return None if labels[:1] == [None] or len(labels) > _FEW else labels
 
 
-def _few(schema: str, source: int, target: int, frontier_sql: str) -> str:
+def _few_missing_query(schema: str, source: int, target: int, frontier_sql: str) -> str:
     """Make the query; it returns one row of NULL if the frontier is too far behind.
 
     The second bound excludes nothing. It tells the planner, which does not know the frontier, that
@@ -396,7 +397,7 @@ def _few(schema: str, source: int, target: int, frontier_sql: str) -> str:
     )
 
 
-def _lacking(schema: str, number: int, label: int) -> str:
+def _items_without_vector(schema: str, number: int, label: int) -> str:
     """Make the FROM clause for items `i` above a label without a vector in a space."""
     return (
         f"{schema}.items i WHERE i.label > {label:d} AND NOT EXISTS (SELECT 1 FROM"
@@ -532,12 +533,12 @@ def previous_space(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
 
 
 def _activate(
-    connection: Connection, schema: str, target: SpaceInfo, old_becomes: str, leave_behind: bool
+    connection: Connection, schema: str, target: SpaceInfo, old_state: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
         ensure_complete(count_left_behind(connection, schema, target.number), target)
     spaces = f"{schema}.spaces"
-    execute(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_becomes])
+    execute(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_state])
     execute(
         connection,
         f"UPDATE {spaces} SET state = 'active', activated = (SELECT max(activated) + 1"

@@ -229,17 +229,17 @@ class Cluster(Workers, Protocol):
 class WorkerUpgrades:
     """Run upgrades of galleries in PostgreSQL by workers, for the gateway."""
 
-    def __init__(self, workers: Workers, files: Path) -> None:
+    def __init__(self, workers: Workers, publication_folder: Path) -> None:
         """Take over workers.
 
         Nothing is started or read yet.
 
         Args:
             workers: the workers; `close` ends them.
-            files: the publication folder.
+            publication_folder: the publication folder.
         """
         self._workers = workers
-        self._files = files
+        self._files = publication_folder
 
     def run(
         self, store: GalleryStore, route: Route, target: SpaceSpec,
