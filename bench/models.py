@@ -26,7 +26,7 @@ def transform(inner: int) -> UpgradeNetwork:
     pairs = things(4000, seed=1)
     torch.manual_seed(inner)
     h = FctTransform(
-        DIM, SIDE_DIM, DIM, projection_dim=PROJECTION, inner_dim=inner, unit=True
+        DIM, SIDE_DIM, DIM, projection_dim=PROJECTION, inner_dim=inner, unit_norm=True
     ).eval()
     old, side, new = (torch.from_numpy(a) for a in (pairs.old, pairs.side, pairs.new))
     with torch.no_grad():

@@ -64,7 +64,7 @@ def run(bench: Bench) -> list[Table]:
     _train(list(upgrades.values()))
     seen = {part: list_images(images / part) for part in ("queries", "server")}
     found = {
-        (part, name): encoder.run(decode_listing(listing, encoder.image_size))
+        (part, name): encoder.encode(decode_listing(listing, encoder.image_size))
         for name, kind in SETS.items()
         for encoder in [encoder_of_run(runs / name, kind)]
         for part, listing in seen.items()

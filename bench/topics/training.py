@@ -15,9 +15,9 @@ from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
 from nobackfill.training.data.pictures import chunks
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.networks.embedder import EmbedderObjective
-from nobackfill.training.networks.frozen import FrozenEncoder, features
+from nobackfill.training.networks.frozen import FrozenEncoder, cached_features
 
 PIXELS = 32
 CLASSES = 10
@@ -117,7 +117,7 @@ def _beside_bare(
         objective = EmbedderObjective(own, classes)
         rows = {"images": images, "labels": labels}
         started = time.perf_counter()
-        fit(objective, rows, own, names, progress=ProgressBars(visible=False))
+        train_objective(objective, rows, own, names, progress=ProgressBars(visible=False))
         return count / (time.perf_counter() - started)
 
     def bare() -> float:
@@ -187,7 +187,7 @@ def _cache(bench: Bench) -> Table:
     rows: list[Row] = []
     for name in ("computed", "from the cache"):
         started = time.perf_counter()
-        features(encoder, images, bench.folder / "features")
+        cached_features(encoder, images, bench.folder / "features")
         rows.append({"features": name, "images/s": count / (time.perf_counter() - started)})
     return Table("Feature cache", rows, f"{count:,} images of a frozen model, one thread.")
 

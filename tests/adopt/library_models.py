@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from nobackfill.training.export.onnx_export import strip
+from nobackfill.training.export.onnx_export import strip_model
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -115,7 +115,7 @@ def _export(model: Any, path: Path) -> None:
         output_names=["token_embeddings", "sentence_embedding"], dynamic_shapes=(free, free),
     )  # fmt: skip
     graph = onnx.load(path)
-    strip(graph)
+    strip_model(graph)
     onnx.save(graph, path)
 
 

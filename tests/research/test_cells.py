@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nobackfill.class_folders import decode_listing, list_images
-from nobackfill.research.cells import evaluation, row_cells
+from nobackfill.research.cells import make_evaluation, row_cells
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import load_encoder
@@ -30,7 +30,7 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
     route = (run("upgrade", "upgrade-1-2"),)
     row = MethodRow("r", first, second, route, run("side_encoder", "side-1"))
     listing = list_images(digits / "queries")
-    test = evaluation(listing, "cosine", tmp_path)
+    test = make_evaluation(listing, "cosine", tmp_path)
     cells = row_cells(row, test)
     images = torch.from_numpy(decode_listing(listing, 8))
     old, new, side = (
@@ -51,13 +51,16 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
             "cmc5": [slow.cmc(r, 5) for r in ranked],
             "map": [slow.average_precision(r) for r in ranked],
         }
-        assert set(cells.by_query[cell]) == set(expected)
+        assert set(cells.figures_by_query[cell]) == set(expected)
         for figure, values in expected.items():
             # Rounding may change the order of two items at nearly the same distance.
-            assert np.isclose(cells.by_query[cell][figure], values).mean() > 0.95, (cell, figure)
-    assert cells.classes.tolist() == [path.split("/")[0] for path in listing.paths]
-    told = [tuple(cells.by_query[cell]["map"]) for cell in pairs]
+            assert np.isclose(cells.figures_by_query[cell][figure], values).mean() > 0.95, (
+                cell,
+                figure,
+            )
+    assert cells.query_classes.tolist() == [path.split("/")[0] for path in listing.paths]
+    told = [tuple(cells.figures_by_query[cell]["map"]) for cell in pairs]
     assert len(set(told)) == len(pairs)
     alike = {a: gram_cka(x.numpy(), side.numpy()) for a, x in (("old", old), ("new", new))}
-    assert cells.extras["cka"] == pytest.approx(alike["old"], rel=1e-4)
+    assert cells.row_figures["cka"] == pytest.approx(alike["old"], rel=1e-4)
     assert alike["old"] != pytest.approx(alike["new"], rel=0.01)

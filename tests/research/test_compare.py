@@ -15,20 +15,26 @@ from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import average_precision, mean_of_answerable
-from nobackfill.research.catalogue import rows_of
-from nobackfill.research.cells import Cells, evaluation, read_cells, write_cells
+from nobackfill.research.catalogue import list_rows
+from nobackfill.research.cells import Cells, make_evaluation, read_cells, write_cells
 from nobackfill.research.compare import compare
 from nobackfill.research.images import (
     link_images,
+    link_train_and_test,
     link_with_label_noise,
-    train_and_test,
     write_digits,
 )
-from nobackfill.research.pages import full_page
+from nobackfill.research.pages import results_page
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import Results, cost_points, read_results, write_results
 from nobackfill.research.rows import ComparisonPlace
-from nobackfill.research.tasks import list_tasks, make_features, measure_row, run_tasks, train_run
+from nobackfill.research.tasks import (
+    list_tasks,
+    make_features,
+    measure_row,
+    run_tasks,
+    run_training,
+)
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
@@ -96,9 +102,9 @@ def test_two_processes_find_what_one_does(
 
 def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path: Path) -> None:
     """Neither of its training images nor of those held out."""
-    train_and_test(digits, tmp_path / "data", 0.4, 0)
+    link_train_and_test(digits, tmp_path / "data", 0.4, 0)
     place = ComparisonPlace(FEW, FEW.splits[0], 0, tmp_path / "data", tmp_path / "runs", SHORT)
-    planned = list_tasks([(place, rows_of(place, ("residual_simclr",)))])
+    planned = list_tasks([(place, list_rows(place, ("residual_simclr",)))])
     cache = tmp_path / "runs" / "features"
     for task in planned:
         before = set(cache.glob("*"))
@@ -106,7 +112,7 @@ def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path
             task.work(*task.arguments)
         new = set(cache.glob("*")) - before
         assert bool(new) == (task.work is make_features), task
-    assert {task.work for task in planned} == {train_run, make_features, measure_row}
+    assert {task.work for task in planned} == {run_training, make_features, measure_row}
 
 
 @pytest.mark.long
@@ -195,7 +201,7 @@ def test_the_curve_and_the_table_tell_one_share_kept(small: tuple[Path, Results]
     _, results = small
     shown = {point.name: point.kept_map for point in cost_points(results)}
     assert set(shown) == set(WANTED)
-    lines = [line.split(" | ") for line in full_page(results).splitlines()]
+    lines = [line.split(" | ") for line in results_page(results).splitlines()]
     told = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 11}
     for name, row in results.main.rows.items():
         assert shown[name] == row.extras["kept_map"]
@@ -213,7 +219,7 @@ def test_one_seed_decides_no_claim(small: tuple[Path, Results]) -> None:
         assert incompatible[figure].verdict == "undecided"
     assert "BCT loses new/new" in results.splits["unseen"].claims
     assert "FCT with SimCLR > the strongest BCT" not in claims
-    text = full_page(results)
+    text = results_page(results)
     assert "±" not in text and "One seed (0)" in text
     for name in WANTED:
         assert f"| {name} |" in text
@@ -230,7 +236,7 @@ def test_rows_of_one_seed_stand_beside_those_of_two(
     assert {name: row.seeds for name, row in rows.items()} == {"independent": 2, "bct": 1}
     # Of the first seed, as bct's own figures are.
     assert rows["bct"].held_to["map"].value != rows["independent"].held_to["map"].value
-    text = full_page(results)
+    text = results_page(results)
     assert "| bct (1 seed) |" in text and "| independent |" in text
     assert results.main.claims["BCT loses new/new"]["map"].seeds == 1
 
@@ -259,8 +265,8 @@ def test_cells_are_measured_again_when_a_model_changed(tmp_path: Path) -> None:
     cells = Cells({"new/old": {"map": values}}, {"cka": 0.5}, np.array(["a", "b", "b"]))
     write_cells(tmp_path / "row.npz", cells, "digest a")
     kept = read_cells(tmp_path / "row.npz", "digest a")
-    assert kept is not None and kept.extras == {"cka": 0.5}
-    np.testing.assert_array_equal(kept.by_query["new/old"]["map"], values)
+    assert kept is not None and kept.row_figures == {"cka": 0.5}
+    np.testing.assert_array_equal(kept.figures_by_query["new/old"]["map"], values)
     assert read_cells(tmp_path / "row.npz", "digest b") is None
     assert read_cells(tmp_path / "other.npz") is None
     # Versions that kept no classes cannot be judged: the row is measured again.
@@ -271,9 +277,9 @@ def test_cells_are_measured_again_when_a_model_changed(tmp_path: Path) -> None:
 
 
 def test_queries_do_not_find_themselves(tmp_path: Path, digits: Path) -> None:
-    train_and_test(digits, tmp_path / "data", 0.4, 0)
+    link_train_and_test(digits, tmp_path / "data", 0.4, 0)
     listing = list_images(tmp_path / "data" / "test")
-    test = evaluation(listing, "cosine", tmp_path)
+    test = make_evaluation(listing, "cosine", tmp_path)
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(len(listing), 4))
     ours = mean_of_answerable(average_precision(rank(vectors, vectors, test.relevance)))
@@ -286,7 +292,7 @@ def test_train_and_test_images_are_apart_and_change_with_the_seed(
 ) -> None:
     parts = []
     for seed in (0, 1):
-        train_and_test(digits, tmp_path / f"data-{seed}", 0.4, seed)
+        link_train_and_test(digits, tmp_path / f"data-{seed}", 0.4, seed)
         train, test = (
             {Path(path).name for path in list_images(tmp_path / f"data-{seed}" / part).paths}
             for part in ("train", "test")
@@ -312,12 +318,12 @@ def test_label_noise_moves_a_fifth_of_the_images_to_wrong_classes(
 
 @pytest.mark.long
 def test_methods_that_train_on_made_folders_make_them(tmp_path: Path, digits: Path) -> None:
-    train_and_test(digits, tmp_path / "data", 0.4, 0)
+    link_train_and_test(digits, tmp_path / "data", 0.4, 0)
     short = {kind: dict(values) for kind, values in SHORT.items()}
     here = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path / "data", tmp_path / "runs", short)
-    run_tasks([(here, rows_of(here, ("noisy_unibct", "open-class:vanilla")))], 1)
+    run_tasks([(here, list_rows(here, ("noisy_unibct", "open-class:vanilla")))], 1)
     old = list_images(tmp_path / "data" / "open-class" / "old")
     new = list_images(tmp_path / "data" / "open-class" / "new")
     assert not set(old.class_names) & set(new.class_names)
-    cells = read_cells(here.runs / "cells" / "open-class-vanilla.npz")
-    assert cells is not None and set(cells.by_query) >= {"old/old", "new/old", "new/new"}
+    cells = read_cells(here.runs_folder / "cells" / "open-class-vanilla.npz")
+    assert cells is not None and set(cells.figures_by_query) >= {"old/old", "new/old", "new/new"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nobackfill.class_folders import list_images
-from nobackfill.research.catalogue import rows_of
-from nobackfill.research.cells import Cells, add_class_ranges, known_to_old
+from nobackfill.research.catalogue import list_rows
+from nobackfill.research.cells import Cells, add_class_ranges, is_class_known_to_old
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import CostPoint, draw_costs, pareto_front
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
@@ -62,7 +62,7 @@ def test_the_picture_names_the_front_and_is_the_same_each_time() -> None:
 
 def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
     place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path / "data", tmp_path / "runs")
-    rows = {row.name: row for row in rows_of(place, ("sizes", "fct_none", "fct_doubled"))}
+    rows = {row.name: row for row in list_rows(place, ("sizes", "fct_none", "fct_doubled"))}
     sizes = {name: stored_bytes(row) for name, row in rows.items()}
     assert sizes == {
         "fct_none": 128,
@@ -83,7 +83,7 @@ def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_exported_upgrade_computes_what_torch_computes(int8: bool) -> None:
     torch.manual_seed(0)
-    h = FctTransform(6, 5, 7, projection_dim=16, inner_dim=32, unit=True)
+    h = FctTransform(6, 5, 7, projection_dim=16, inner_dim=32, unit_norm=True)
     upgrade = UpgradeNetwork(h, reads_side=True).eval()
     old, side = torch.randn(20, 6), torch.randn(20, 5)
     session = exported_session(upgrade, 6, 5, int8=int8)
@@ -100,14 +100,14 @@ def test_ranges_leave_the_other_classes_out(tmp_path: Path) -> None:
             (tmp_path / part / name / "0.png").touch()
             (tmp_path / part / name / "1.png").touch()
     place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path / "runs")
-    row = rows_of(place, ("independent",))[0]
-    of_two = replace(row, old_run=TrainingRun({**row.old_run.values, "classes": 2}))
-    known = known_to_old(of_two, list_images(tmp_path / "test"))
+    row = list_rows(place, ("independent",))[0]
+    of_two = replace(row, old_run=TrainingRun({**row.old_run.config_values, "classes": 2}))
+    known = is_class_known_to_old(of_two, list_images(tmp_path / "test"))
     assert known.tolist() == [True] * 4 + [False] * 4
     values = np.array([1.0, np.nan, 0.5, 0.0, 0.25, 0.25, 1.0, np.nan])
     figures = {cell: {"map": values} for cell in ("new/new", "new/served")}
     cells = Cells(figures, {"cka": 0.5}, np.repeat(["0", "1", "2", "3"], 2))
-    ranged = add_class_ranges(cells, known).by_query["new/new, new classes"]["map"]
+    ranged = add_class_ranges(cells, known).figures_by_query["new/new, new classes"]["map"]
     assert np.isnan(ranged[:4]).all()
     np.testing.assert_array_equal(ranged[4:], values[4:])
     assert add_class_ranges(cells, np.zeros(8, bool)) is cells

@@ -8,7 +8,12 @@ from typer.testing import CliRunner
 
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
-from nobackfill.research.pages import full_page, rewrite_tables, rows_shown, short_table
+from nobackfill.research.pages import (
+    format_short_table,
+    list_shown_rows,
+    results_page,
+    rewrite_tables,
+)
 from nobackfill.research.results import (
     ClaimOutcome,
     CostResult,
@@ -48,7 +53,7 @@ def results(**rows: RowResult) -> Results:
 
 
 def test_rows_that_beat_or_tie_ours_anywhere_are_shown() -> None:
-    found = rows_shown(
+    found = list_shown_rows(
         results(
             **{OURS: row(0.9, 0.8, 0.05)},
             affine=row(0.8, 0.7, 0.10),
@@ -65,7 +70,7 @@ def test_rows_that_beat_or_tie_ours_anywhere_are_shown() -> None:
 def test_the_page_names_the_best_row_of_each_column() -> None:
     told = " ".join(
         " ".join(
-            short_table(
+            format_short_table(
                 results(
                     **{OURS: row(0.9, 0.8, 0.05)},
                     tie=row(0.90004, 0.7, 0.01),
@@ -82,13 +87,15 @@ def test_the_page_names_the_best_row_of_each_column() -> None:
 
 def test_a_table_says_how_many_classes_it_tests() -> None:
     (digits,) = (file for file in RESULTS if file.name == "compare-digits-core.json")
-    told = " ".join(" ".join(short_table(read_results(digits), "all.md")).split())
+    told = " ".join(" ".join(format_short_table(read_results(digits), "all.md")).split())
     assert "Main tests 10 classes; unseen tests 3 classes; unseen classes are too few" in told
 
 
 def test_the_page_says_what_is_left_out_and_what_fails() -> None:
     told = "\n".join(
-        short_table(results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md")
+        format_short_table(
+            results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md"
+        )
     )
     assert "1 rows, below ours" in told and "[the whole table](all.md)" in told
     assert "0 of 1 claims hold, 0 are undecided, 1 fail: a > b." in told
@@ -103,7 +110,7 @@ RANKED = [file for file in RESULTS if OURS in read_results(file).main.rows]
 def test_a_table_shows_at_most_ten_rows_beside_those_that_reach_ours(file: Path) -> None:
     measured = read_results(file)
     ours = measured.main.rows[OURS]
-    names, reach = rows_shown(measured), []
+    names, reach = list_shown_rows(measured), []
     for name in names:
         its, unseen = measured.main.rows[name], measured.unseen(name)
         pairs = [(its, ours)] + [(unseen, u) for u in [measured.unseen(OURS)] if unseen and u]
@@ -146,20 +153,20 @@ def test_every_row_with_a_backfill_shows_its_curve() -> None:
     found = results(fastfill_joint=with_curve.model_copy(update={"cells": cells}))
     plain = results(affine=row(0.6, 0.5, 0.1))
     costs = {"fastfill_joint": CostResult(stored=4, microseconds=1.0)}
-    page = full_page(found.model_copy(update={"costs": costs}))
+    page = results_page(found.model_copy(update={"costs": costs}))
     line = (
         "| fastfill_joint | 80.0 / 70.0 ± 1.0 | 85.0 / 75.0 ± 2.0 | - | - | - | 80.0 / 70.0 ± 1.0 |"
     )
     assert line in page
     costs = {"affine": CostResult(stored=4, microseconds=1.0)}
-    assert "## Backfill" not in full_page(plain.model_copy(update={"costs": costs}))
+    assert "## Backfill" not in results_page(plain.model_copy(update={"costs": costs}))
 
 
 def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:
     measured = results(
         **{OURS: row(0.9, 0.8, 0.05)}, bct=row(0.1, 0.1, 0.5), better=row(0.8, 0.9, 0.1)
     )
-    told = "\n".join(short_table(measured, "all.md", brief=True))
+    told = "\n".join(format_short_table(measured, "all.md", brief=True))
     assert "| bct |" in told and f"| **{OURS}** |" in told and "| better |" not in told
     assert "beat or tie ours: `better` (main mAP)" in told and "](all.md)" in told
 

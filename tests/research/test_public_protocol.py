@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.research.catalogue import GROUPS, rows_of
+from nobackfill.research.catalogue import GROUPS, list_rows
 from nobackfill.research.compare import compare
-from nobackfill.research.pages import PAPER_FIGURES, full_page, paper_table
+from nobackfill.research.pages import PAPER_FIGURES, paper_table, results_page
 from nobackfill.research.presets import CIFAR100_FCT, PRESETS, Split
 from nobackfill.research.results import Results
 from nobackfill.research.rows import ComparisonPlace
@@ -70,7 +70,7 @@ def test_every_row_runs_and_stands_beside_what_papers_print(results: Results) ->
     rows = results.main.rows
     assert {"independent", "bct", "fct_none", "fct_simclr", "fastfill_none"} < set(rows)
     assert {"fastfill_joint_none", "residual_none", "residual_simclr"} < set(rows)
-    page = full_page(results)
+    page = results_page(results)
     for figure in PAPER_FIGURES["cifar100-fct"]:
         ours = "-"
         if figure.row in rows:
@@ -89,14 +89,14 @@ def test_the_document_has_the_published_figures() -> None:
 def test_only_bt2_has_no_row_of_ours(tmp_path: Path) -> None:
     """It puts a linear map behind the embedding, which this protocol's ReLU forbids."""
     place = ComparisonPlace(CIFAR100_FCT, CIFAR100_FCT.splits[0], 0, tmp_path, tmp_path)
-    names = {row.name for row in rows_of(place, CIFAR100_FCT.groups)}
+    names = {row.name for row in list_rows(place, CIFAR100_FCT.row_groups)}
     assert {figure.row for figure in PAPER_FIGURES["cifar100-fct"]} - names == {"bt2"}
 
 
 @pytest.mark.parametrize("data", sorted(PAPER_FIGURES.keys() - {"cifar100-fct"}))
 def test_every_published_figure_has_a_row_and_a_cell(data: str, tmp_path: Path) -> None:
     place = ComparisonPlace(PRESETS[data], PRESETS[data].splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name: row for row in rows_of(place, tuple(GROUPS))}
+    rows = {row.name: row for row in list_rows(place, tuple(GROUPS))}
     ends = {"old/old", "new/old", "new/new"}
     for figure in PAPER_FIGURES[data]:
         own = {"new/served", "served/served"} if rows[figure.row].upgrade_runs else set()

@@ -11,7 +11,7 @@ import pytest
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
 from nobackfill.research import compare as command
-from nobackfill.research.catalogue import rows_of
+from nobackfill.research.catalogue import list_rows
 from nobackfill.research.compare import compare, compare_by_protocols
 from nobackfill.research.presets import (
     GLDV2,
@@ -36,7 +36,7 @@ from nobackfill.research.rows import ComparisonPlace, TrainingRun, upper_bound_k
 from nobackfill.training.config import load_config, parse_config
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
 from nobackfill.training.loop.run import CONFIG, read_finished
-from nobackfill.training.networks.frozen import encoder_of_run, features
+from nobackfill.training.networks.frozen import cached_features, encoder_of_run
 from tests.training.life import Life, invoke
 from tests.training.protocols.test_evaluation import WRITERS
 
@@ -57,7 +57,7 @@ CPU: dict[str, dict[str, object]] = {
         "warmup_epochs": 1, "batch_size": 32, "views": 2, "mixed_views": 0,
     },
 }  # fmt: skip
-SMALL = Split("main", 3, 6, 0, 6, first_of_chain=2, second_of_chain=3)
+SMALL = Split("main", 3, 6, 0, 6, first_chain_class_count=2, second_chain_class_count=3)
 
 
 def life_of(digits: Path) -> Life:
@@ -143,7 +143,10 @@ def test_a_set_of_class_folders_has_the_rows_of_its_tables(
 ) -> None:
     preset, write = LAYOUTS[name]
     write(digits, tmp_path / "set")
-    small = replace(preset, splits=(replace(SMALL, tested_end=3 if name == "vggface2" else 6),))
+    small = replace(
+        preset,
+        splits=(replace(SMALL, tested_class_end=3 if name == "vggface2" else 6),),
+    )
     if preset.other_domain is not None:
         small = replace(small, other_domain=replace(preset.other_domain, splits=(SMALL,)))
     results = compare(small, tmp_path / "set", tmp_path / "out", [0], rows, 1, CPU)
@@ -190,7 +193,11 @@ def test_a_set_of_class_folders_has_the_rows_of_its_tables(
             ("extended-data:independent", "extended-data:bct", "extended-data:refined"),
             {"ijbc tar@far=0.0001", "ijbc rank-5"},
         ),
-        ("market1501", ("independent", "bct"), {"market1501 map", "market1501 rank-1"}),
+        (
+            "market1501",
+            ("independent", "bct"),
+            {"market1501 map", "market1501 rank-1"},
+        ),
     ],
 )
 def test_a_set_with_a_protocol_has_its_figures_and_the_papers_criteria(
@@ -242,7 +249,7 @@ def test_market1501_is_a_loop_over_the_runs_vectors(digits: Path, tmp_path: Path
         listing = list_images(tmp_path / "parts" / part)
         images = ListedImages(listing, encoder.image_size, ReadingOptions())
         names = [path.split("/")[1] for path in listing.paths]
-        return names, features(encoder, images, tmp_path / "features")
+        return names, cached_features(encoder, images, tmp_path / "features")
 
     for part in ("query", "bounding_box_test"):
         (tmp_path / "parts" / part).mkdir(parents=True)
@@ -276,10 +283,18 @@ def test_the_command_writes_a_table_and_resumes(
     text = json.dumps({key: value for key, value in config.items() if value is not None})
     (tmp_path / "tiny" / "embedder-1.yaml").write_text(text)
     tiny = replace(
-        MARKET1501, configs=str(tmp_path / "tiny"), transforms="digits-8px", splits=(SMALL,)
+        MARKET1501,
+        configs_folder=str(tmp_path / "tiny"),
+        upgrade_configs_folder="digits-8px",
+        splits=(SMALL,),
     )
     monkeypatch.setitem(PRESETS, "market1501", tiny)
-    arguments: list[str | Path] = ["--data", "market1501", "--images", tmp_path / "set"]
+    arguments: list[str | Path] = [
+        "--data",
+        "market1501",
+        "--images",
+        tmp_path / "set",
+    ]
     arguments += ["--out", tmp_path / "out", "--seeds", "1", "--jobs", "1"]
     results = [invoke(command.app, *arguments) for _ in range(2)]
     assert [result.exit_code for result in results] == [0, 0], results[0].exception
@@ -303,8 +318,8 @@ def test_another_layout_is_refused_before_any_training(name: str, tmp_path: Path
     for images in (("--images", tmp_path / "set"), ()):
         result = invoke(command.app, "--data", name, "--out", tmp_path / "out", *images)
         assert result.exit_code == (66 if images else 78), result.output
-        data = LAYOUTS[name][0].published
-        assert data is not None and data.layout in " ".join(result.output.split())
+        data = LAYOUTS[name][0].published_set
+        assert data is not None and data.expected_layout in " ".join(result.output.split())
     assert not list(tmp_path.glob("out/*/seed-*"))
 
 
@@ -328,8 +343,8 @@ def test_rows_have_the_networks_of_the_papers(tmp_path: Path) -> None:
 
     def runs(preset: Preset) -> dict[str, Mapping[str, object]]:
         place = ComparisonPlace(preset, preset.splits[0], 0, tmp_path, tmp_path)
-        rows = rows_of(place, preset.groups)
-        return {run.folder.name: run.values for row in rows for run in row.runs}
+        rows = list_rows(place, preset.row_groups)
+        return {run.folder.name: run.config_values for row in rows for run in row.runs}
 
     faces_runs = runs(VGGFACE2)
     assert (faces_runs["old"]["backbone"], faces_runs["new"]["backbone"]) == (
@@ -374,34 +389,40 @@ DMU_ROWS: Mapping[str, tuple[str, dict[str, object], bool]] = {
 def test_dmus_ablations_are_those_of_its_tables(tmp_path: Path) -> None:
     """All from the old model of 30 % of the images, on all of them, from one random start."""
     place = ComparisonPlace(GLDV2, GLDV2.splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name: row for row in rows_of(place, ("ablations",))}
+    rows = {row.name: row for row in list_rows(place, ("ablations",))}
     scenario = "scenario-extended-data:"
     own = {name.removeprefix(scenario) for name in rows if name.startswith(scenario)}
     assert own == {"independent", *DMU_ROWS}
     for name, (method, options, has_psi) in DMU_ROWS.items():
         row = rows[scenario + name]
-        assert row.new_run.values["method"] == method and row.new_run.values["options"] == options
+        assert (
+            row.new_run.config_values["method"] == method
+            and row.new_run.config_values["options"] == options
+        )
         assert row.upgrade_runs == ((row.new_run,) if has_psi else ())
         assert row.old_run == rows[scenario + "independent"].old_run
-        assert row.new_run.values["images"] == tmp_path / "extended-data" / "new"
-        assert row.new_run.values["seed"] == rows[scenario + "independent"].new_run.values["seed"]
+        assert row.new_run.config_values["images"] == tmp_path / "extended-data" / "new"
+        assert (
+            row.new_run.config_values["seed"]
+            == rows[scenario + "independent"].new_run.config_values["seed"]
+        )
     # Table 1 has the same trainings.
-    table_1 = {row.name: row for row in rows_of(place, ("scenarios",))}
+    table_1 = {row.name: row for row in list_rows(place, ("scenarios",))}
     assert table_1[scenario + "dmu"] == rows[scenario + "dmu"]
 
 
 def test_models_of_imagenet_are_tested_on_places(tmp_path: Path) -> None:
     """FCT Tables 9 and 14: ImageNet's own models, and Places' model after one of ImageNet."""
     place = ComparisonPlace(PLACES365, PLACES365.splits[0], 0, tmp_path / "p", tmp_path / "r")
-    other, places = place.images / "side" / "train", place.images / "train"
-    rows = {row.name: row for row in rows_of(place, ("foreign", "disjoint"))}
+    other, places = place.images_folder / "side" / "train", place.images_folder / "train"
+    rows = {row.name: row for row in list_rows(place, ("foreign", "disjoint"))}
     for row in rows.values():
         assert row.test_folder == "test"
         for run in row.runs:
-            parse_config(dict(run.values), str(run.folder))
+            parse_config(dict(run.config_values), str(run.folder))
 
     def images(run: TrainingRun) -> tuple[object, object]:
-        return run.values["images"], run.values["classes"]
+        return run.config_values["images"], run.config_values["classes"]
 
     sides = ("none", "autoencoder", "alternate", "simclr")
     foreign = ["imagenet:independent", *(f"imagenet:fct_{kind}" for kind in sides)]
@@ -412,23 +433,29 @@ def test_models_of_imagenet_are_tested_on_places(tmp_path: Path) -> None:
     for name in foreign:
         row = rows[name]
         assert (images(row.old_run), images(row.new_run)) == ((other, 500), (other, 1000))
-        assert row.old_run.values["embedding_dim"] == row.new_run.values["embedding_dim"] == 128
+        assert (
+            row.old_run.config_values["embedding_dim"]
+            == row.new_run.config_values["embedding_dim"]
+            == 128
+        )
         assert row.side_run is None or images(row.side_run) == (other, 500)
         assert [images(run) for run in row.upgrade_runs] in ([], [(other, 1000)])
     row = rows["disjoint:fct_simclr"]
     assert row.old_run == rows["imagenet:independent"].new_run
-    assert images(row.new_run) == (places, 365) and row.new_run.values["embedding_dim"] == 512
+    assert (
+        images(row.new_run) == (places, 365) and row.new_run.config_values["embedding_dim"] == 512
+    )
     assert row.side_run is not None and images(row.side_run) == (other, None)
     assert images(row.upgrade_runs[0]) == (places, None)
 
 
 def test_bcts_tables_3_and_4_are_as_printed(tmp_path: Path) -> None:
     place = ComparisonPlace(IJBC, IJBC.splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name: row for row in rows_of(place, IJBC.groups)}
+    rows = {row.name: row for row in list_rows(place, IJBC.row_groups)}
 
     def ends(name: str, *keys: str) -> list[tuple[object, ...]]:
         models = (rows[name].old_run, rows[name].new_run)
-        return [tuple(run.values.get(key) for key in keys) for run in models]
+        return [tuple(run.config_values.get(key) for key in keys) for run in models]
 
     table_3 = ("backbone", "embedding_dim", "last_nonlin", "head", "margin", "classes")
     old = ("resnet101", 128, None, "cosface", 0.4, 29500)
@@ -442,23 +469,28 @@ def test_bcts_tables_3_and_4_are_as_printed(tmp_path: Path) -> None:
     assert ends("bct_softmax_to_cosine", *table_3) == [(*new[:3], *softmax), new]
     assert ends("bct_norm_softmax_to_cosine", *table_3) == [(*new[:3], *normed), new]
     for name in ("deeper", "wide", "relu", "norm_softmax_to_cosine", "softmax_to_cosine"):
-        assert rows[f"bct_{name}"].new_run.values["method"] == "bct"
+        assert rows[f"bct_{name}"].new_run.config_values["method"] == "bct"
     # Table 4: (phi_3, phi_1), (phi_2, phi_1), (phi_3, phi_2), and the bound of phi_2.
     chain, first, second = (rows[f"bct_{name}"] for name in ("chain", "first_hop", "second_hop"))
-    assert [run.values["classes"] for run in (first.old_run, first.new_run, second.new_run)] == [
-        14750, 29500, 59000,
-    ]  # fmt: skip
+    models = (first.old_run, first.new_run, second.new_run)
+    assert [run.config_values["classes"] for run in models] == [14750, 29500, 59000]
     assert (first.old_run, second.new_run) == (chain.old_run, chain.new_run)
-    assert first.new_run == second.old_run and first.new_run.values["old"] == first.old_run.folder
-    assert second.new_run.values["old"] == first.new_run.folder
+    assert (
+        first.new_run == second.old_run
+        and first.new_run.config_values["old"] == first.old_run.folder
+    )
+    assert second.new_run.config_values["old"] == first.new_run.folder
     alone = rows["independent_first_hop"]
-    assert upper_bound_key(alone) == upper_bound_key(first) and "old" not in alone.new_run.values
+    assert (
+        upper_bound_key(alone) == upper_bound_key(first)
+        and "old" not in alone.new_run.config_values
+    )
 
 
 def test_dmus_figures_stand_beside_ours(tmp_path: Path) -> None:
     """Each has a row; the page has those of the rows that were run, and no other set's has any."""
     place = ComparisonPlace(GLDV2, GLDV2.splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name for row in rows_of(place, ("scenarios", "ablations"))}
+    rows = {row.name for row in list_rows(place, ("scenarios", "ablations"))}
     printed = [name for table in GLDV2_PAPER.values() for name in table]
     assert set(printed) == rows and len(printed) == len(rows)
     cells: dict[str, dict[str, Figure]] = {

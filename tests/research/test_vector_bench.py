@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
 from nobackfill.research.rivals.rival import Floats, TrainingVectors, UncertainRival
-from nobackfill.research.rivals.rows import rivals
+from nobackfill.research.rivals.rows import list_rivals
 from nobackfill.research.vector_bench import (
     REEMBED,
     STAY,
     BenchResults,
     FrozenVectors,
+    bench_page,
     compare_vectors,
-    page_of,
     read_bench,
     read_vectors,
 )
@@ -28,7 +28,7 @@ from tests.support.commands import run_here
 
 CLASSES, DIM = 24, 12
 # Trained in seconds.
-SMALL = rivals(epochs=6, inner_dim=64)
+SMALL = list_rivals(epochs=6, inner_dim=64)
 
 
 def arrays(dim_new: int = DIM, seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -76,7 +76,7 @@ def test_figures_are_those_of_a_full_sort(tmp_path: Path) -> None:
     vectors = frozen(tmp_path)
     result = compare_vectors(vectors, names=["procrustes", "query_drift"])
     assert vectors.labels is not None
-    seen = vectors.parts()["seen classes"]
+    seen = vectors.test_parts()["seen classes"]
     assert 0 < seen.sum() < len(seen)
     rotation = SMALL["procrustes"]()
     rotation.fit(vectors.train, 0)
@@ -86,7 +86,7 @@ def test_figures_are_those_of_a_full_sort(tmp_path: Path) -> None:
         ("procrustes", vectors.new, rotation.transform(vectors.old, None)),
     ):
         total = [0.0, 0.0]
-        for part, mask in vectors.parts().items():
+        for part, mask in vectors.test_parts().items():
             figures = result.rows[name].figures[part]
             total[0] += figures["cmc1"] * mask.sum() / len(mask)
             total[1] += figures["map"] * mask.sum() / len(mask)
@@ -110,7 +110,7 @@ def test_orders_of_a_backfill_are_measured_by_full_sorts(tmp_path: Path) -> None
         "random": np.random.default_rng(0).permutation(240),
         "uncertainty": np.argsort(-variances, kind="stable"),
     }
-    masks, row = vectors.parts(), rows["fastfill_side"]
+    masks, row = vectors.test_parts(), rows["fastfill_side"]
     for order, items in orders.items():
         points = []
         for share in np.linspace(0, 1, 11):
@@ -132,7 +132,7 @@ def test_orders_of_a_backfill_are_measured_by_full_sorts(tmp_path: Path) -> None
         for order, fields in gains.items():
             mean = means[order]["map"] - means["random"]["map"]
             assert fields["map"].mean == pytest.approx(mean, abs=1e-9)
-    assert "Means over the curve of a backfill, seen classes:" in page_of(result)
+    assert "Means over the curve of a backfill, seen classes:" in bench_page(result)
 
 
 def test_agreement_and_known_items_are_counted(tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def test_agreement_and_known_items_are_counted(tmp_path: Path) -> None:
     gallery = mapped.transform(vectors.old, None)
     distances = ((vectors.new[:, None].astype(float) - gallery[None]) ** 2).sum(axis=2)
     own = distances.argmin(axis=1) == np.arange(len(gallery))
-    for part, mask in vectors.parts().items():
+    for part, mask in vectors.test_parts().items():
         assert rows["affine"].figures[part]["known_item"] == pytest.approx(own[mask].mean())
 
 
 @pytest.mark.long
 def test_every_rival_runs_and_reports_its_size(tmp_path: Path) -> None:
     vectors = frozen(tmp_path)
-    result = compare_vectors(vectors, seeds=2, pairs=400, registry=SMALL)
+    result = compare_vectors(vectors, seed_count=2, pair_count=400, registry=SMALL)
     assert list(result.rows) == [STAY, REEMBED, *SMALL]
     assert (result.pairs, result.seeds) == (400, 2)
     for name, row in result.rows.items():
@@ -192,14 +192,14 @@ def test_mini_vec2vec_finds_a_rotation_and_reads_no_pair() -> None:
     old = normalise((items + 0.3 * rng.normal(size=items.shape)).astype(np.float32))
     turn = np.linalg.qr(rng.normal(size=(10, 10)))[0].astype(np.float32)
     new = old @ turn
-    rival = rivals()["mini_vec2vec"]()
-    rival.fit(TrainingVectors(old, new[rng.permutation(400)], None, None, unit=True), seed=0)
+    rival = list_rivals()["mini_vec2vec"]()
+    rival.fit(TrainingVectors(old, new[rng.permutation(400)], None, None, unit_norm=True), seed=0)
     mapped = rival.transform(old, None)
     assert mapped.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(mapped, axis=1), 1, rtol=1e-5)
     assert (mapped * new).sum(axis=1).mean() > 0.95
     with pytest.raises(ConfigurationError, match=r"needs at least 153; got 100"):
-        rival.fit(TrainingVectors(old[:100], new[:100], None, None, unit=True), seed=0)
+        rival.fit(TrainingVectors(old[:100], new[:100], None, None, unit_norm=True), seed=0)
 
 
 @pytest.mark.long
@@ -217,7 +217,7 @@ def test_a_single_pair_is_refused_with_a_reason(tmp_path: Path) -> None:
     result = compare_vectors(vectors, names=["procrustes", "residual"], registry=SMALL)
     for name in ("procrustes", "residual"):
         assert "at least 2 training pairs, got 1" in result.rows[name].refusal
-    assert "Not run:" in page_of(result)
+    assert "Not run:" in bench_page(result)
 
 
 def test_without_labels_and_side(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from nobackfill.metrics.bootstrap import Difference
 from nobackfill.research.cells import Cells
 from nobackfill.research.claims import CLAIMS
-from nobackfill.research.pages import claims_table
+from nobackfill.research.pages import format_claims
 from nobackfill.research.results import ClaimOutcome, Provenance, read_results
 from nobackfill.research.rows import MethodRow, TrainingRun
-from nobackfill.research.summary import Claim, JudgedClaim, MeasuredRow, judge, summarise
+from nobackfill.research.summary import Claim, JudgedClaim, MeasuredRow, judge_claims, summarise
 
 # Of the 200 queries.
 CLASSES = np.repeat([f"class {number}" for number in range(20)], 10)
@@ -29,7 +29,7 @@ def row(*gains: float, cmc1: float = 0.0, seed: int = 0) -> list[Cells]:
 
 def test_a_claim_is_judged_by_each_figure_on_its_own() -> None:
     rows = {"a": row(0.01, 0.01, cmc1=-0.01), "b": row(0.0, 0.0)}
-    judged = judge([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"]
+    judged = judge_claims([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"]
     assert (judged["map"].verdict, judged["cmc1"].verdict) == ("holds", "fails")
     assert judged["map"].difference.mean == pytest.approx(0.01)
     assert judged["cmc1"].difference.mean == pytest.approx(-0.01)
@@ -41,14 +41,16 @@ def test_claims_without_their_rows_or_cells_are_left_out() -> None:
         Claim("a's other cell", ("a", "new/new"), ("b", "new/old")),
         Claim("none of several", ("a", "new/old"), (("c", "d"), "new/old")),
     ]
-    assert judge(claims, {"a": row(0.1, 0.1), "b": row(0.0, 0.0)}) == {}
+    assert judge_claims(claims, {"a": row(0.1, 0.1), "b": row(0.0, 0.0)}) == {}
 
 
 def test_one_seed_decides_nothing() -> None:
     rows = {"a": row(0.5), "b": row(0.0, 0.0)}
-    judged = judge([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"]["map"]
+    judged = judge_claims([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"][
+        "map"
+    ]
     assert judged.difference.low > 0
-    assert judged.seeds == 1 and judged.verdict == "undecided"
+    assert judged.seed_count == 1 and judged.verdict == "undecided"
 
 
 def test_a_superlative_is_the_strongest_there_is_by_each_figure() -> None:
@@ -60,7 +62,9 @@ def test_a_superlative_is_the_strongest_there_is_by_each_figure() -> None:
         "once": row(0.9, cmc1=0.9),
     }
     rivals = ("by map", "by cmc1", "once", "not there")
-    judged = judge([Claim("a > best", ("a", "new/old"), (rivals, "new/old"))], rows)["a > best"]
+    judged = judge_claims([Claim("a > best", ("a", "new/old"), (rivals, "new/old"))], rows)[
+        "a > best"
+    ]
     assert (judged["map"].rival, judged["map"].verdict) == ("by map", "fails")
     assert (judged["cmc1"].rival, judged["cmc1"].verdict) == ("by cmc1", "holds")
 
@@ -82,7 +86,7 @@ def test_a_tie_keeps_a_claim_of_at_least_as_good(
     """Seeds that gain each as much on every query: the interval ends at the least and the most."""
     rows = {"a": row(*gains), "b": row(*(0.0 for _ in gains))}
     ends = ("a", "new/old"), ("b", "new/old")
-    judged = judge([Claim("a > b", *ends), Claim("a >= b", *ends, or_equal=True)], rows)
+    judged = judge_claims([Claim("a > b", *ends), Claim("a >= b", *ends, allows_equal=True)], rows)
     assert judged["a > b"]["map"].verdict == strict
     assert judged["a >= b"]["map"].verdict == or_equal
 
@@ -116,7 +120,7 @@ def test_too_few_classes_decide_no_claim_and_have_no_interval() -> None:
     found = summary(gains, CLASSES[:90])
     assert (found.verdict, found.bounds, found.classes) == ("undecided", None, 9)
     assert found.difference == pytest.approx(0.1)
-    assert "| undecided | +10.00 [9 classes] |" in claims_table({"a > b": {"map": found}})[-1]
+    assert "| undecided | +10.00 [9 classes] |" in format_claims({"a > b": {"map": found}})[-1]
 
 
 def test_a_verdict_from_before_classes_were_drawn_is_withdrawn() -> None:
@@ -125,13 +129,13 @@ def test_a_verdict_from_before_classes_were_drawn_is_withdrawn() -> None:
         '{"rival": null, "seeds": 3, "difference": 0.1, "bounds": [0.05, 0.2], "verdict": "holds"}'
     )
     assert (found.verdict, found.bounds, found.difference) == ("withdrawn", None, 0.1)
-    table = claims_table({"a > b": {"map": found}})
+    table = format_claims({"a > b": {"map": found}})
     assert table[-1] == "| a > b | - | - | withdrawn | +10.00 |"
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_kept_verdicts_are_those_of_their_bounds(file: Path) -> None:
-    or_equal = {claim.text: claim.or_equal for claim in CLAIMS}
+    or_equal = {claim.text: claim.allows_equal for claim in CLAIMS}
     kept = [
         (text, figure, outcome, outcome.bounds)
         for split in read_results(file).splits.values()

@@ -29,25 +29,25 @@ TABLE_1 = {
 def test_allocations_are_those_of_table_1(name: str) -> None:
     shares_classes, shares_images, holds_all = TABLE_1[name]
     found = allocate_images(name, LABELS)
-    assert bool(classes(found.old) & classes(found.new)) == shares_classes
-    assert bool(set(found.old) & set(found.new)) == shares_images
-    assert (len(found.new) == len(LABELS)) == holds_all
+    assert bool(classes(found.old_rows) & classes(found.new_rows)) == shares_classes
+    assert bool(set(found.old_rows) & set(found.new_rows)) == shares_images
+    assert (len(found.new_rows) == len(LABELS)) == holds_all
     if name.endswith("data"):
-        assert classes(found.old) == classes(found.new) == set(range(10))
+        assert classes(found.old_rows) == classes(found.new_rows) == set(range(10))
         for label in range(10):
-            kept = np.sum(LABELS[found.old] == label)
+            kept = np.sum(LABELS[found.old_rows] == label)
             assert abs(kept - 0.3 * np.sum(label == LABELS)) <= 0.5
     else:
-        assert len(classes(found.old)) == 3
+        assert len(classes(found.old_rows)) == 3
     if name == "identical-data":
-        assert found.old.tolist() == found.new.tolist()
+        assert found.old_rows.tolist() == found.new_rows.tolist()
     if name.startswith("open"):
-        assert sorted([*found.old, *found.new]) == list(range(len(LABELS)))
+        assert sorted([*found.old_rows, *found.new_rows]) == list(range(len(LABELS)))
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_the_seed_alone_decides(name: str) -> None:
-    again = [allocate_images(name, LABELS, seed=seed).old.tolist() for seed in (1, 1, 2, 3, 4)]
+    again = [allocate_images(name, LABELS, seed=seed).old_rows.tolist() for seed in (1, 1, 2, 3, 4)]
     assert again[0] == again[1]
     assert len({tuple(rows) for rows in again[1:]}) > 1
 
@@ -55,8 +55,8 @@ def test_the_seed_alone_decides(name: str) -> None:
 @given(st.sampled_from(sorted(ALLOCATIONS)), st.floats(0.001, 0.999), st.integers(0, 99))
 def test_no_set_is_ever_empty(name: str, share: float, seed: int) -> None:
     found = allocate_images(name, LABELS, share, seed)
-    assert len(found.old) and len(found.new)
-    assert (np.diff(found.old) > 0).all() and (np.diff(found.new) > 0).all()
+    assert len(found.old_rows) and len(found.new_rows)
+    assert (np.diff(found.old_rows) > 0).all() and (np.diff(found.new_rows) > 0).all()
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
@@ -72,5 +72,5 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_shares_say_how_large_the_sets_are(name: str) -> None:
     labels = np.repeat(np.arange(10), 20)
     found = allocate_images(name, labels)
-    assert len(found.old) == SHARE * len(labels)
-    assert len(found.new) == pytest.approx(NEW_SHARES[name] * len(labels))
+    assert len(found.old_rows) == SHARE * len(labels)
+    assert len(found.new_rows) == pytest.approx(NEW_SHARES[name] * len(labels))

@@ -62,7 +62,7 @@ def test_a_training_holds_its_folder_until_it_is_stopped(config: Config, tmp_pat
         training.train(config, Meanwhile(1))
     assert codes == [75]
     assert read_checkpoint(config.run_dir).epoch == 1
-    assert train_quietly(config).finished
+    assert train_quietly(config).is_finished
     steps = (config.run_dir / STATS).read_text("utf-8").splitlines()
     assert len(steps) == read_checkpoint(config.run_dir).step
 

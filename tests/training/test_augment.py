@@ -8,12 +8,12 @@ from torch import Tensor
 from nobackfill.training.config import Augmentation
 from nobackfill.training.data.augment import (
     Augment,
-    affine_matrices,
-    erase,
+    apply_random_symmetry,
+    draw_affine_matrices,
+    draw_small_crops,
+    erase_square,
     mix_pictures,
-    random_symmetry,
     recolour,
-    small_crops,
     warp,
 )
 
@@ -50,7 +50,7 @@ def test_a_turned_picture_is_one_of_its_eight_symmetries(pixels: Tensor) -> None
     ]
     found = [
         [number for number, symmetry in enumerate(symmetries) if torch.equal(picture, symmetry)]
-        for picture in random_symmetry(many)
+        for picture in apply_random_symmetry(many)
     ]
     counts = Counter(number for (number,) in found)
     # 25 of each are expected.
@@ -84,7 +84,7 @@ def test_flipping_mirrors_about_half_of_the_pictures(pixels: Tensor) -> None:
 
 def test_translation_moves_by_at_most_its_share() -> None:
     torch.manual_seed(0)
-    shift = affine_matrices(500, Augmentation(translate=0.25))[:, :, 2]
+    shift = draw_affine_matrices(500, Augmentation(translate=0.25))[:, :, 2]
     # The grid's coordinates span 2, so a quarter of the side is 0.5.
     assert shift.abs().max() <= 0.5
     assert shift.abs().max() > 0.45
@@ -92,7 +92,7 @@ def test_translation_moves_by_at_most_its_share() -> None:
 
 def test_a_crop_stays_inside_the_picture() -> None:
     torch.manual_seed(0)
-    matrices = affine_matrices(500, Augmentation(crop_area=0.25))
+    matrices = draw_affine_matrices(500, Augmentation(crop_area=0.25))
     side = matrices[:, 0, 0]
     reach = matrices[:, :, 2].abs().amax(1) + side
     assert (side >= 0.5 - 1e-6).all()
@@ -118,7 +118,7 @@ def test_grey_pictures_have_equal_channels(pixels: Tensor) -> None:
 
 def test_erasing_blanks_one_square_up_to_its_share(pixels: Tensor) -> None:
     torch.manual_seed(0)
-    blank = (erase(pixels.expand(5, 3, 12, 12), 0.5) == 0.5).all(1)
+    blank = (erase_square(pixels.expand(5, 3, 12, 12), 0.5) == 0.5).all(1)
     assert blank.any()
     for hole in blank:
         height, width = hole.any(1).sum(), hole.any(0).sum()
@@ -128,7 +128,7 @@ def test_erasing_blanks_one_square_up_to_its_share(pixels: Tensor) -> None:
 
 
 def test_small_crops_have_half_the_side(pixels: Tensor) -> None:
-    assert small_crops(pixels, Augmentation(), 0.3).shape == (5, 3, 6, 6)
+    assert draw_small_crops(pixels, Augmentation(), 0.3).shape == (5, 3, 6, 6)
 
 
 def test_draws_come_from_the_default_generator(pixels: Tensor) -> None:

@@ -22,9 +22,9 @@ from tests.training.test_loop import StopAfter
 def overfitting(run_dir: Path, **changes: Any) -> UpgradeInputs:
     """Few images with noise in their new embeddings: the last epoch is not the best one."""
     inputs = features.inputs(run_dir, epochs=30, batch_size=20, lr=0.01, log_every=1, **changes)
-    few = {name: tensor[:40] for name, tensor in inputs.rows.items()}
+    few = {name: tensor[:40] for name, tensor in inputs.training_features.items()}
     noise = torch.randn(few["new"].shape, generator=torch.Generator().manual_seed(5))
-    return replace(inputs, rows={**few, "new": few["new"] + 1.5 * noise})
+    return replace(inputs, training_features={**few, "new": few["new"] + 1.5 * noise})
 
 
 def held_out_distance(run_dir: Path, held_out: dict[str, Tensor]) -> float:
@@ -48,7 +48,8 @@ def test_the_best_epoch_is_kept(method: str, tmp_path: Path) -> None:
     lines = [json.loads(x) for x in (tmp_path / "best" / STATS).read_text("utf-8").splitlines()]
     logged = [line["held_out_distance"] for line in lines]
     kept, ended = (
-        held_out_distance(tmp_path / name, dict(best.held_out)) for name in ("best", "last")
+        held_out_distance(tmp_path / name, dict(best.held_out_features))
+        for name in ("best", "last")
     )
     # Measured before each epoch; the weights after the last one are no candidate left out.
     assert kept == pytest.approx(min(*logged, ended), rel=1e-4)
@@ -72,7 +73,7 @@ def test_a_resumed_training_knows_the_best_epoch_before_its_end(tmp_path: Path) 
     fit_upgrade(broken, quiet, {})
     whole, resumed = (read_finished(tmp_path / name).tensors for name in ("whole", "broken"))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    assert held_out_distance(tmp_path / "broken", dict(broken.held_out)) == pytest.approx(
+    assert held_out_distance(tmp_path / "broken", dict(broken.held_out_features)) == pytest.approx(
         float(found), rel=1e-4
     )
 
@@ -82,7 +83,7 @@ def test_the_least_figure_wins_and_ties_keep_the_first() -> None:
     best = BestEpoch(network)
     for weight, figure in ((1.0, 0.5), (2.0, 0.25), (3.0, 0.25), (4.0, 0.75)):
         nn.init.constant_(network.weight, weight)
-        best.offer(network, figure)
+        best.keep_if_better(network, figure)
     best.restore(network)
     assert network.weight.tolist() == [[2.0]] and float(best.least) == 0.25
 
@@ -91,7 +92,7 @@ def test_what_has_no_best_epoch_is_refused(tmp_path: Path) -> None:
     quiet = ProgressBars(visible=False)
     inputs = features.inputs(tmp_path / "a", keep_best=True)
     with pytest.raises(ConfigurationError, match="no held-out image"):
-        fit_upgrade(replace(inputs, held_out={}), quiet, {})
+        fit_upgrade(replace(inputs, held_out_features={}), quiet, {})
     with pytest.raises(
         ConfigurationError, match="affine is solved in closed form and has no epochs"
     ):

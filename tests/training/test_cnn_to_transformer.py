@@ -24,7 +24,7 @@ def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
             options={"hidden_dim": 32}, epochs=1, warmup_epochs=0, batch_size=64, lr=0.01,
         )
     )  # fmt: skip
-    assert trained.finished and trained.step == 1
+    assert trained.is_finished and trained.step == 1
     told = (new / "stats.jsonl").read_text("utf-8")
     assert all(f'"{term}"' in told for term in ("classification", "selective", "forward"))
     encoder, _ = load_encoder(new)
@@ -34,7 +34,7 @@ def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
     vectors = {}
     for name, run in (("old", old), ("new", new)):
         frozen = encoder_of_run(run, "embedder")
-        vectors[name] = frozen.run(decode_listing(listing, frozen.image_size))
+        vectors[name] = frozen.encode(decode_listing(listing, frozen.image_size))
     # Of one dimension, so that they can be compared as they are.
     assert vectors["old"].shape == vectors["new"].shape == (80, 16)
 
@@ -42,7 +42,7 @@ def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
     keys = {"new": str(new), "new_side": None, "side": "drops", "views": 1, "epochs": 20}
     train_quietly(upgrade_config(runs, images, upgrade, **keys))
     h, checkpoint = read_upgrade(upgrade)
-    side = encoder_of_run(runs / "side-1", "side_encoder").run(decode_listing(listing, 8))
+    side = encoder_of_run(runs / "side-1", "side_encoder").encode(decode_listing(listing, 8))
     with torch.no_grad():
         upgraded = h(torch.from_numpy(vectors["old"]), torch.from_numpy(side)).embedding.numpy()
     assert checkpoint.facts["new_dim"] == 16

@@ -47,7 +47,9 @@ def test_both_releases_have_the_hyper_parameters_of_the_comparison(name: str) ->
     preset = PRESETS_OF_COMPARE[name]
     for file in Path("configs", name).glob("*.yaml"):
         config = load_config(file)
-        known = preset.ours if file.name == "upgrade-1-2.yaml" else getattr(preset, config.kind)
+        known = (
+            preset.our_upgrade if file.name == "upgrade-1-2.yaml" else getattr(preset, config.kind)
+        )
         stated = config.model_dump(exclude_unset=True)
         for key in known.keys() & stated.keys():
             assert stated[key] == known[key], (file, key)

@@ -9,7 +9,7 @@ import pytest
 from nobackfill.class_folders import Images, list_images
 from nobackfill.research.cells import Cells, read_cells, write_cells
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
-from nobackfill.training.networks.frozen import FrozenEncoder, features
+from nobackfill.training.networks.frozen import FrozenEncoder, cached_features
 from tests.training.life import SIZE
 
 
@@ -43,11 +43,11 @@ def test_damaged_features_are_computed_anew(
 ) -> None:
     listed = ListedImages(list_images(digits / "queries"), SIZE, ReadingOptions())
     encoder = FrozenEncoder("test", _first, 3, SIZE, False, "digest")
-    whole = features(encoder, listed, tmp_path)
+    whole = cached_features(encoder, listed, tmp_path)
     (file,) = tmp_path.glob("*.npy")
     kept = file.read_bytes()
     damage(file)
-    again = features(encoder, listed, tmp_path)
+    again = cached_features(encoder, listed, tmp_path)
     assert again.dtype == np.float32
     assert np.array_equal(again, whole)
     assert file.read_bytes() == kept
@@ -69,5 +69,5 @@ def test_damaged_cells_are_not_there(
     write_cells(path, Cells({"new/old": {"map": values}}, extras, classes), "digest")
     kept = read_cells(path, "digest")
     assert kept is not None
-    np.testing.assert_array_equal(kept.by_query["new/old"]["map"], values)
-    np.testing.assert_array_equal(kept.classes, classes)
+    np.testing.assert_array_equal(kept.figures_by_query["new/old"]["map"], values)
+    np.testing.assert_array_equal(kept.query_classes, classes)

@@ -8,7 +8,7 @@ from PIL import Image
 from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.quality.listing import split_halves
-from nobackfill.training.data.folders import hold_out, readable_images, require_classes
+from nobackfill.training.data.folders import drop_unreadable_images, hold_out, require_classes
 
 
 def test_listing_is_ordered_by_class_then_name(digits: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_corrupt_image_is_named_and_skipped_only_if_asked(digits: Path, tmp_pa
     listing = list_images(tmp_path / "q")
     with pytest.raises(InvalidInputError, match=r"remove 3/0000\.png.*skip_corrupt"):
         decode_listing(listing, 8)
-    left, skipped = readable_images(listing, tmp_path / "notes")
+    left, skipped = drop_unreadable_images(listing, tmp_path / "notes")
     assert skipped == ["3/0000.png"]
     assert len(left) == len(listing) - 1
     decode_listing(left, 8)
@@ -130,7 +130,7 @@ def test_a_class_left_without_readable_images_is_refused(tmp_path: Path) -> None
         else:
             (tmp_path / name / "1.png").write_bytes(data)
     with pytest.raises(InvalidInputError, match="class b"):
-        readable_images(list_images(tmp_path), tmp_path / "notes")
+        drop_unreadable_images(list_images(tmp_path), tmp_path / "notes")
 
 
 @pytest.mark.parametrize(

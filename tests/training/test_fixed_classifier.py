@@ -37,7 +37,7 @@ def test_gradients_reach_the_embedding_and_not_the_classifier(form: str) -> None
 
 
 def test_a_longer_embedding_enters_with_its_first_elements() -> None:
-    fixed = FixedClassifier(torch.eye(3), form="cosface", margin=0.4, scale=32.0)
+    fixed = FixedClassifier(torch.eye(3), head_kind="cosface", margin=0.4, scale=32.0)
     long = torch.tensor([[0.6, 0.0, 0.0, 0.8], [0.0, 2.0, 0.0, 9.0]])
     torch.testing.assert_close(fixed.logits(long), 32 * torch.eye(3)[:2])
     assert first_elements(long, 3).shape == (2, 3)
@@ -66,4 +66,4 @@ def test_classes_meet_by_name() -> None:
 
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"head: expected one of softmax, .*'cosine'"):
-        FixedClassifier(torch.eye(3), form="cosine", margin=0.4, scale=32.0)
+        FixedClassifier(torch.eye(3), head_kind="cosine", margin=0.4, scale=32.0)

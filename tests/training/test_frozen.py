@@ -17,11 +17,11 @@ from nobackfill.training.networks.frozen import (
     AugmentedView,
     FrozenEncoder,
     augmented_views,
+    cached_features,
+    cached_training_features,
     encoder_of_run,
     encoders_of_manifest,
-    features,
     load_encoder,
-    training_features,
 )
 from tests.training.life import SIZE, Life
 
@@ -44,14 +44,14 @@ def test_features_are_computed_once(listed: ListedImages, tmp_path: Path) -> Non
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    first = features(encoder, listed, tmp_path)
-    again = features(encoder, listed, tmp_path)
+    first = cached_features(encoder, listed, tmp_path)
+    again = cached_features(encoder, listed, tmp_path)
     assert np.array_equal(first, again)
     assert calls == [len(listed)]
     # Another picture, or another model, is another file.
     fewer = listed.listing.select(np.arange(1, len(listed)))
-    features(encoder, replace(listed, listing=fewer), tmp_path)
-    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), listed, tmp_path)
+    cached_features(encoder, replace(listed, listing=fewer), tmp_path)
+    cached_features(FrozenEncoder("test", run, 3, SIZE, False, "other"), listed, tmp_path)
     assert len(calls) == 3
     assert len(list(tmp_path.glob("*.npy"))) == 3
 
@@ -68,7 +68,7 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
             name, lambda batch: sums(batch) * np.float32(times), 3, SIZE, False, name
         )
 
-    view = AugmentedView(listed, SIZE, Augmentation(translate=0.2), 1, mixed=True)
+    view = AugmentedView(listed, SIZE, Augmentation(translate=0.2), 1, is_mixed=True)
     passes = []
     make = AugmentedView.chunks
 
@@ -78,18 +78,18 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
 
     monkeypatch.setattr(AugmentedView, "chunks", counted)
     old, side, new, later = (model(name, n) for n, name in enumerate(("a", "b", "c", "d"), 1))
-    of_old = features(old, view, tmp_path)
+    of_old = cached_features(old, view, tmp_path)
     assert np.array_equal(of_old, sums(torch.cat(list(make(view))).numpy()))
     # One of them is known, and one asked twice.
-    found = training_features([new, old, side, side], view, tmp_path)
+    found = cached_training_features([new, old, side, side], view, tmp_path)
     assert len(passes) == 2
     for vectors, times in zip(found, (3, 1, 2, 2), strict=True):
         np.testing.assert_allclose(vectors, of_old * times, rtol=1e-6)
-    again = training_features([old, side, new], view, tmp_path)
+    again = cached_training_features([old, side, new], view, tmp_path)
     assert len(passes) == 2
     assert all(map(np.array_equal, again, (found[1], found[2], found[0])))
     # Another model's share of the pass is its own.
-    np.testing.assert_allclose(features(later, view, tmp_path), of_old * 4, rtol=1e-6)
+    np.testing.assert_allclose(cached_features(later, view, tmp_path), of_old * 4, rtol=1e-6)
     assert len(list(tmp_path.glob("*.npy"))) == 4
 
 
@@ -105,15 +105,15 @@ def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
     def rounded(batch: Images) -> np.ndarray:
         return np.round(first(batch) / 100) * 100
 
-    encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", run_in_bf16=rounded)
+    encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", encode_in_bf16=rounded)
     plain = FrozenEncoder("test", first, 3, SIZE, False, "digest")
     for shown in (listed, AugmentedView(listed, SIZE, Augmentation(), seed=1)):
-        near, whole = training_features([encoder, plain], shown, tmp_path)
+        near, whole = cached_training_features([encoder, plain], shown, tmp_path)
         assert (near % 100 == 0).all()
         assert not np.array_equal(near, whole)
         # All digits were kept by a model that has none fewer: it is the same one.
-        assert np.array_equal(features(encoder, shown, tmp_path), whole)
-    assert np.array_equal(features(encoder, listed, tmp_path), first(images))
+        assert np.array_equal(cached_features(encoder, shown, tmp_path), whole)
+    assert np.array_equal(cached_features(encoder, listed, tmp_path), first(images))
 
 
 @pytest.mark.parametrize(("precision", "quick"), [("auto", True), ("32-true", False)])
@@ -130,9 +130,9 @@ def test_models_that_bf16_trained_read_in_it(
     config = checkpoint.config.model_copy(update={"precision": precision, "run_dir": tmp_path})
     write_checkpoint(tmp_path, replace(checkpoint, config=config))
     encoder = encoder_of_run(tmp_path, "embedder")
-    assert (encoder.run_in_bf16 is not None) is quick
-    if encoder.run_in_bf16 is not None:
-        exact, near = encoder.run(images[:20]), encoder.run_in_bf16(images[:20])
+    assert (encoder.encode_in_bf16 is not None) is quick
+    if encoder.encode_in_bf16 is not None:
+        exact, near = encoder.encode(images[:20]), encoder.encode_in_bf16(images[:20])
         assert near.dtype == np.float32
         assert not np.array_equal(exact, near)
         assert (exact * near).sum(1).min() > 0.999
@@ -145,8 +145,8 @@ def test_frozen_models_neither_learn_nor_drift(runs: Path, images: Images) -> No
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     frozen = encoder_of_run(runs / "embedder-1", "embedder")
     # In pieces as in whole: BatchNorm does not look at the batch.
-    whole = frozen.run(images)
-    assert np.allclose(whole[:3], frozen.run(images[:3]), atol=1e-6)
+    whole = frozen.encode(images)
+    assert np.allclose(whole[:3], frozen.encode(images[:3]), atol=1e-6)
     assert all(torch.equal(t, before[name]) for name, t in encoder.state_dict().items())
 
 
@@ -158,8 +158,8 @@ def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) ->
         (embedder, "embedder-1", "embedder"),
         (side, "side-1", "side_encoder"),
     ):
-        expected = encoder_of_run(life.runs / run, kind).run(images)
-        np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
+        expected = encoder_of_run(life.runs / run, kind).encode(images)
+        np.testing.assert_allclose(published.encode(images), expected, atol=1e-4)
 
 
 def whole(view: Mapping[int, ImageSource]) -> dict[int, Images]:

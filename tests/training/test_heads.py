@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.networks.heads import HEAD_NAMES, Head, build_head, simplex
+from nobackfill.training.networks.heads import HEAD_NAMES, Head, build_head, simplex_vertices
 
 ANGULAR = [name for name in HEAD_NAMES if name != "softmax"]
 
@@ -59,12 +59,12 @@ def test_logits_are_scaled_cosines_without_margin(name: str, batch: tuple[Tensor
     head = build_head(name, 4, 6)
     cosine = F.normalize(batch[0]) @ F.normalize(head.classifier()).t()
     assert torch.allclose(head.logits(batch[0]), head.scale * cosine, atol=1e-4)
-    assert head.unit
+    assert head.unit_norm
 
 
 def test_softmax_keeps_length_and_bias(batch: tuple[Tensor, Tensor]) -> None:
     head = build_head("softmax", 4, 6)
-    assert not head.unit
+    assert not head.unit_norm
     assert not torch.allclose(head.logits(batch[0]), head.logits(F.normalize(batch[0])))
     losses = [
         cross_entropy(row.tolist(), int(label))
@@ -128,13 +128,13 @@ def test_wrong_heads_are_refused(
 @pytest.mark.parametrize("dim", [1, 2, 7, 128])
 def test_a_simplex_has_equidistant_vertices_around_its_centre(dim: int) -> None:
     """Against its definition: unit rows with a sum of zero, and -1/dim between any two."""
-    vertices = simplex(dim)
+    vertices = simplex_vertices(dim)
     assert vertices.shape == (dim + 1, dim)
     cosines = torch.full((dim + 1, dim + 1), -1 / dim).fill_diagonal_(1.0)
     torch.testing.assert_close(vertices @ vertices.t(), cosines, atol=1e-5, rtol=0)
     torch.testing.assert_close(vertices.sum(0), torch.zeros(dim), atol=1e-4, rtol=0)
     # Two trainings must get the same vertices.
-    assert torch.equal(vertices, simplex(dim))
+    assert torch.equal(vertices, simplex_vertices(dim))
 
 
 def test_a_simplex_keeps_room_for_later_classes(batch: tuple[Tensor, Tensor]) -> None:

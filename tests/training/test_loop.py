@@ -20,8 +20,8 @@ from nobackfill.training.loop.loop import (
     DivergedError,
     LossCheck,
     ProgressBars,
-    fit,
     learning_rate,
+    train_objective,
 )
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.loop.run import CHECKPOINT, STATS, read_checkpoint, read_finished
@@ -59,7 +59,7 @@ def line_config(tmp_path: Path, **keys: object) -> Config:
 
 
 def run(objective: Objective, config: Config) -> None:
-    fit(objective, rows(), config, ("a", "b"), progress=ProgressBars(visible=False))
+    train_objective(objective, rows(), config, ("a", "b"), progress=ProgressBars(visible=False))
 
 
 @pytest.mark.long
@@ -234,7 +234,7 @@ def test_other_classes_are_refused_in_a_begun_run(tmp_path: Path) -> None:
     with pytest.raises(DivergedError):
         run(Line(poison=5), config)
     with pytest.raises(ConfigurationError, match=r"training on other classes \(a, b\)"):
-        fit(Line(), rows(), config, ("a", "c"), progress=ProgressBars(visible=False))
+        train_objective(Line(), rows(), config, ("a", "c"), progress=ProgressBars(visible=False))
 
 
 def test_a_finished_run_is_kept_as_it_is(tmp_path: Path) -> None:

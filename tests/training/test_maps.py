@@ -5,7 +5,12 @@ import pytest
 import torch
 from scipy.linalg import orthogonal_procrustes
 
-from nobackfill.training.networks.maps import affine, low_rank, procrustes, whitening_map
+from nobackfill.training.networks.maps import (
+    fit_affine,
+    fit_low_rank,
+    fit_procrustes,
+    fit_whitening_map,
+)
 
 
 def paired(a: int = 6, b: int = 6, n: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +29,7 @@ def error(predicted: torch.Tensor, y: torch.Tensor) -> float:
 @pytest.mark.parametrize(("a", "b"), [(6, 6), (4, 7), (7, 4)])
 def test_procrustes_is_scipys(a: int, b: int) -> None:
     x, y = paired(a, b)
-    found = procrustes(x, y, scaled=False)
+    found = fit_procrustes(x, y, scaled=False)
     xc, yc = (x - x.mean(0)).numpy(), (y - y.mean(0)).numpy()
     wide = max(a, b)
     # scipy's takes equal dimensions only: zeros fill the smaller side.
@@ -47,11 +52,11 @@ def test_procrustes_finds_a_rotation_and_a_factor_again() -> None:
     random = torch.randn(6, 6, generator=generator, dtype=torch.float64)
     rotation = torch.linalg.qr(random)[0]
     y = 2.5 * x @ rotation + 4
-    torch.testing.assert_close(procrustes(x, y, scaled=True)(x), y)
-    assert error(procrustes(x, y, scaled=False)(x), y) > 1
+    torch.testing.assert_close(fit_procrustes(x, y, scaled=True)(x), y)
+    assert error(fit_procrustes(x, y, scaled=False)(x), y) > 1
     # The factor is the best one: any other is worse.
     noisy = paired()[1]
-    best = procrustes(x, noisy, scaled=True)
+    best = fit_procrustes(x, noisy, scaled=True)
     for factor in (0.9, 1.1):
         shifted = (best(x) - noisy.mean(0)) * factor + noisy.mean(0)
         assert error(shifted, noisy) > error(best(x), noisy)
@@ -61,7 +66,7 @@ def test_affine_is_numpys_least_squares() -> None:
     x, y = paired(5, 3)
     ones = np.c_[x.numpy(), np.ones(len(x))]
     solution, *_ = np.linalg.lstsq(ones, y.numpy(), rcond=None)
-    found = affine(x, y, ridge=0)
+    found = fit_affine(x, y, ridge=0)
     torch.testing.assert_close(found.weight, torch.from_numpy(solution[:-1].T.copy()))
     torch.testing.assert_close(found.bias, torch.from_numpy(solution[-1].copy()))
 
@@ -69,9 +74,9 @@ def test_affine_is_numpys_least_squares() -> None:
 def test_affine_stays_finite_for_dependent_inputs() -> None:
     x, y = paired(5, 3)
     twice = torch.cat((x, x, torch.ones(len(x), 1)), 1)
-    found = affine(twice, y)
+    found = fit_affine(twice, y)
     assert torch.isfinite(found.weight).all()
-    assert error(found(twice), y) < 1.05 * error(affine(x, y)(x), y)
+    assert error(found(twice), y) < 1.05 * error(fit_affine(x, y)(x), y)
 
 
 def test_the_ridge_is_chosen_by_leaving_images_out_with_all_their_views() -> None:
@@ -81,15 +86,15 @@ def test_the_ridge_is_chosen_by_leaving_images_out_with_all_their_views() -> Non
     noisy = y[:40] + 40 * torch.randn(40, 4, generator=generator, dtype=torch.float64)
     jitter = 1e-3 * torch.randn(40, 3, 30, generator=generator, dtype=torch.float64)
     views, targets = (x[:40, None] + jitter).flatten(0, 1), noisy.repeat_interleave(3, 0)
-    together = error(affine(views, targets, group=3)(x[40:]), y[40:])
-    assert together < 0.8 * error(affine(views, targets)(x[40:]), y[40:])
-    assert together < 0.8 * error(affine(views, targets, ridge=1e-5)(x[40:]), y[40:])
+    together = error(fit_affine(views, targets, group_size=3)(x[40:]), y[40:])
+    assert together < 0.8 * error(fit_affine(views, targets)(x[40:]), y[40:])
+    assert together < 0.8 * error(fit_affine(views, targets, ridge=1e-5)(x[40:]), y[40:])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_low_rank_is_the_best_of_its_rank(rank: int) -> None:
     x, y = paired(6, 4)
-    down, up = low_rank(x, y, rank, ridge=0)
+    down, up = fit_low_rank(x, y, rank, ridge=0)
     assert down.weight.shape == (rank, 6) and up.weight.shape == (4, rank)
     found = error(up(down(x)), y)
     # Alternating least squares from a random start, as an independent solver.
@@ -103,21 +108,21 @@ def test_low_rank_is_the_best_of_its_rank(rank: int) -> None:
 
 def test_the_full_rank_is_the_affine_map() -> None:
     x, y = paired(6, 4)
-    down, up = low_rank(x, y, 4)
-    torch.testing.assert_close(up(down(x)), affine(x, y)(x))
+    down, up = fit_low_rank(x, y, 4)
+    torch.testing.assert_close(up(down(x)), fit_affine(x, y)(x))
     with pytest.raises(ValueError, match=r"rank of 1 to 4, .* got 5"):
-        low_rank(x, y, 5)
+        fit_low_rank(x, y, 5)
 
 
 def test_whitened_inputs_are_uncorrelated_with_unit_variance() -> None:
     x, _ = paired()
-    white = whitening_map(x, ridge=0)(x)
+    white = fit_whitening_map(x, ridge=0)(x)
     torch.testing.assert_close(torch.cov(white.t()), torch.eye(6, dtype=torch.float64))
     torch.testing.assert_close(white.mean(0), torch.zeros(6, dtype=torch.float64))
     flat = torch.cat((x, torch.ones(len(x), 1)), 1)
-    assert whitening_map(flat)(flat).abs().max() < 100
+    assert fit_whitening_map(flat)(flat).abs().max() < 100
 
 
 def test_unpaired_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="expected paired vectors"):
-        affine(torch.zeros(3, 2), torch.zeros(4, 2))
+        fit_affine(torch.zeros(3, 2), torch.zeros(4, 2))

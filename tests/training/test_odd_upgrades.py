@@ -23,7 +23,7 @@ def test_a_weight_is_chosen_for_a_published_new_model(
     done = train_quietly(
         config_of("upgrade", tmp_path / "run", life.data / "train", old=old, new=published, **keys)
     )
-    assert done.finished and f"chosen_{choose}" in done.facts
+    assert done.is_finished and f"chosen_{choose}" in done.facts
 
 
 def test_an_upgrade_on_one_image_is_refused(life: Life, tmp_path: Path) -> None:

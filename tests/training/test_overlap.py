@@ -12,7 +12,7 @@ from nobackfill.quality.listing import relevance_without_copies
 from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
-from nobackfill.training.export.assembly import leave_out_trained
+from nobackfill.training.export.assembly import leave_out_training_images
 from tests.training.life import Life, copy_publication, invoke, run_export
 
 
@@ -84,12 +84,12 @@ def test_a_chance_copy_is_left_out_and_said(
     folder = copy_of(life.data / "eval", tmp_path / "eval")
     runs = [life.runs / "embedder-2"]
     whole = list_images(folder)
-    assert leave_out_trained(whole, runs, force=False) == (whole, 0)
+    assert leave_out_training_images(whole, runs, force=False) == (whole, 0)
     assert capsys.readouterr().err == ""
     trained = sorted((life.data / "train" / "3").glob("*.png"))
     for number, image in enumerate(trained):
         shutil.copy(image, folder / "3" / f"{number}.png")
-        left, learnt = leave_out_trained(list_images(folder), runs, force=False)
+        left, learnt = leave_out_training_images(list_images(folder), runs, force=False)
         if len(left) < len(whole) + number + 1:
             break
     assert (len(left), learnt) == (len(whole) + number, 0)
@@ -97,4 +97,4 @@ def test_a_chance_copy_is_left_out_and_said(
     for number, image in enumerate(trained):
         shutil.copy(image, folder / "3" / f"{number}.png")
     with pytest.raises(InvalidInputError, match=r"and \d+ more"):
-        leave_out_trained(list_images(folder), runs, force=False)
+        leave_out_training_images(list_images(folder), runs, force=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.research.catalogue import rows_of
+from nobackfill.research.catalogue import list_rows
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.rows import ComparisonPlace
 
@@ -70,6 +70,6 @@ def test_every_loss_module_is_named() -> None:
 
 def test_rows_that_it_names_exist(tmp_path: Path) -> None:
     place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name for row in rows_of(place, DIGITS.groups)}
+    rows = {row.name for row in list_rows(place, DIGITS.row_groups)}
     named = set(re.findall(r"`((?:fct|bct|dmu|independent)\w*)`", TEXT))
     assert named and named <= rows

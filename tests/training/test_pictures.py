@@ -22,7 +22,7 @@ from nobackfill.training.data.pictures import (
     in_batches,
     open_pictures,
 )
-from nobackfill.training.networks.frozen import FrozenEncoder, features
+from nobackfill.training.networks.frozen import FrozenEncoder, cached_features
 from tests.support.odd_pictures import ODD
 from tests.training.life import config_of, train_quietly
 
@@ -112,10 +112,10 @@ def test_features_are_found_without_reading_a_picture(
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    first = features(encoder, ListedImages(listing, SIZE, reading), tmp_path)
+    first = cached_features(encoder, ListedImages(listing, SIZE, reading), tmp_path)
     assert np.array_equal(first, run(decode_listing(listing, SIZE)))
     unread = ListedImages(listing, SIZE, reading)
-    assert np.array_equal(features(encoder, unread, tmp_path), first)
+    assert np.array_equal(cached_features(encoder, unread, tmp_path), first)
     assert "images" not in unread.__dict__
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -169,7 +169,7 @@ def test_all_broken_files_are_named_before_a_training(digits: Path, tmp_path: Pa
         train_quietly(config_of("embedder", run, listing.root, classes=2, **keys))
     assert not run.exists()
     skipping = config_of("embedder", run, listing.root, classes=2, skip_corrupt=True, **keys)
-    assert train_quietly(skipping).finished
+    assert train_quietly(skipping).is_finished
 
 
 @pytest.mark.parametrize("kind", sorted(ODD))

@@ -3,14 +3,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nobackfill.training.loop.loop import precision_of
+from nobackfill.training.loop.loop import fabric_precision
 from tests.training.life import config_of
 
 FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def chosen(tmp_path: Path, precision: str) -> str:
-    return precision_of(
+    return fabric_precision(
         config_of("embedder", tmp_path / "run", tmp_path, accelerator="cpu", precision=precision)
     )
 

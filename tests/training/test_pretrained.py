@@ -15,7 +15,7 @@ from nobackfill.training.networks.embedder import (
     bare_backbone,
     build_encoder,
 )
-from nobackfill.training.networks.weights import Weights, load_pretrained, read_file
+from nobackfill.training.networks.weights import Weights, load_pretrained, read_weights_file
 from tests.training.life import config_of, train_quietly
 
 CLASSES = ("ant", "bee", "cat")
@@ -140,7 +140,7 @@ def test_a_training_begins_with_a_runs_own_checkpoint(
 ) -> None:
     """A finished run of five classes, as a file: the embedder and their classifier go on."""
     file = runs / "embedder-1" / "checkpoint.safetensors"
-    begun = read_file(file)
+    begun = read_weights_file(file)
     assert begun.class_names == tuple("01234")
     keys: dict[str, object] = {"weights": str(file), "epochs": 1, "warmup_epochs": 0, "lr": 1e-9}
     done = train_quietly(config_of("embedder", tmp_path / "run", digits / "queries", **keys))

@@ -12,7 +12,7 @@ import torch
 from nobackfill.class_folders import list_images
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Config
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.loop.run import CHECKPOINT, read_checkpoint, write_checkpoint
 from nobackfill.training.loop.training import train
 from tests.training.life import config_of, train_quietly, upgrade_config
@@ -40,7 +40,7 @@ def _refused_with_another(config: Config, model: Path, digest: str) -> None:
     assert read_checkpoint(config.run_dir).epoch == 2
     (model / CHECKPOINT).write_bytes(kept)
     done = train_quietly(config)
-    assert done.finished
+    assert done.is_finished
     assert digest in done.facts
 
 
@@ -78,18 +78,18 @@ def test_an_upgrade_goes_on_with_its_own_stored_vectors_alone(
     with pytest.raises(ConfigurationError, match=r"different: old_vectors_digest\)"):
         train_quietly(config)
     np.save(tmp_path / "v.npy", vectors)
-    assert train_quietly(config).finished
+    assert train_quietly(config).is_finished
 
 
 def test_a_finished_trial_of_other_models_is_none_of_ours(tmp_path: Path) -> None:
     """Those that choose values, below the folder of a training that was stopped, are read again."""
     config, quiet = line_config(tmp_path, epochs=2), ProgressBars(visible=False)
     facts: dict[str, str | int | float | bool] = {"new_digest": "a", "chosen_t": 0.1, "unit": True}
-    done = fit(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)
-    again = fit(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)
+    done = train_objective(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)
+    again = train_objective(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)
     assert again.facts == done.facts == facts
     with pytest.raises(ConfigurationError, match=r"different: chosen_t, new_digest"):
-        fit(
+        train_objective(
             Line(),
             rows(),
             config,

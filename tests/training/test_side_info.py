@@ -11,7 +11,7 @@ from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Config, SideEncoderConfig
 from nobackfill.training.data.pictures import ReadingOptions, chunks, open_pictures
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.loop.run import CHECKPOINT
 from nobackfill.training.loop.training import split_images
 from nobackfill.training.networks.embedder import Binarise, to_pixels
@@ -61,8 +61,10 @@ def test_every_kind_trains_and_encodes(kind: str, tmp_path: Path) -> None:
     rows = tiny.rows()
     torch.manual_seed(1)
     before = float(torch.stack(list(objective(rows).values())).sum().detach())
-    checkpoint = fit(objective, rows, settings, tiny.NAMES, progress=ProgressBars(visible=False))
-    assert checkpoint.finished
+    checkpoint = train_objective(
+        objective, rows, settings, tiny.NAMES, progress=ProgressBars(visible=False)
+    )
+    assert checkpoint.is_finished
     after = float(torch.stack(list(objective(rows).values())).sum().detach())
     assert after < before
     encoder = objective.trained_parts()["encoder"].eval()

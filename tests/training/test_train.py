@@ -143,18 +143,18 @@ def test_a_training_starts_from_the_weights_it_is_given(images: Path, tmp_path: 
         assert code == 0, output
         parts[head] = read_finished(tmp_path / head)
     before = read_finished(begun.run_dir)
-    for name, weight in before.part("encoder").items():
+    for name, weight in before.part_tensors("encoder").items():
         if "running" not in name and "num_batches" not in name:
-            torch.testing.assert_close(parts["cosface"].part("encoder")[name], weight)
-            torch.testing.assert_close(parts["softmax"].part("encoder")[name], weight)
+            torch.testing.assert_close(parts["cosface"].part_tensors("encoder")[name], weight)
+            torch.testing.assert_close(parts["softmax"].part_tensors("encoder")[name], weight)
     # The head comes along where it is of the same kind, and only there.
-    ours, theirs = parts["cosface"].part("head"), before.part("head")
+    ours, theirs = parts["cosface"].part_tensors("head"), before.part_tensors("head")
     assert set(ours) == set(theirs)
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight)
     assert not any(
         torch.equal(weight, theirs[name])
-        for name, weight in parts["softmax"].part("head").items()
+        for name, weight in parts["softmax"].part_tensors("head").items()
         if name in theirs and weight.shape == theirs[name].shape
     )
 

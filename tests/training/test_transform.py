@@ -16,7 +16,7 @@ from tests.training.life import config_of
 def transform(old_dim: int, side_dim: int, *, unit: bool = False) -> FctTransform:
     torch.manual_seed(0)
     return FctTransform(
-        old_dim, side_dim, 128, projection_dim=256, inner_dim=2048, unit=unit
+        old_dim, side_dim, 128, projection_dim=256, inner_dim=2048, unit_norm=unit
     ).eval()
 
 
@@ -63,7 +63,7 @@ def test_raw_training_is_the_authors_mse_and_serves_unit_vectors() -> None:
         config = config_of("upgrade", Path("r"), Path("i"), **values, options={"raw": raw})
         assert isinstance(config, UpgradeConfig)
         torch.manual_seed(0)
-        upgrade = upgrade_method("fct").build(config, shape)
+        upgrade = upgrade_method("fct").build_network(config, shape)
         outputs[raw] = upgrade.train()(embedding, side).embedding
         # In eval mode, as exported, both are unit vectors.
         served = upgrade.eval()(embedding, side).embedding
@@ -76,7 +76,7 @@ def test_an_unknown_option_of_fct_is_refused() -> None:
     config = config_of("upgrade", Path("r"), Path("i"), old="a", new="b", options={"row": True})
     assert isinstance(config, UpgradeConfig)
     with pytest.raises(ConfigurationError, match="row"):
-        upgrade_method("fct").build(config, UpgradeShape(4, 0, 4, 0, True))
+        upgrade_method("fct").build_network(config, UpgradeShape(4, 0, 4, 0, True))
 
 
 def test_unit_outputs_have_norm_one() -> None:
@@ -144,7 +144,7 @@ def test_only_views_of_one_image_keep_its_label() -> None:
     labelled = drawn["old"][:, 0] % 4 < 3
     assert 50 < labelled.sum() < 100
     assert torch.equal(drawn["labels"], torch.where(labelled, torch.arange(100), -1))
-    both = draw_view(batch, 3, both=True)
+    both = draw_view(batch, 3, draws_two=True)
     assert torch.equal(both["old"][:, 0] // 4, torch.arange(100.0).repeat(2))
     assert torch.equal(both["rows"], torch.arange(100).repeat(2))
     assert torch.equal(both["labels"], torch.cat((torch.arange(100), torch.full((100,), -1))))

@@ -12,10 +12,10 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import ReadingOptions
 from nobackfill.training.loop.upgrade import (
+    make_upgrade_features,
     open_sources,
     read_upgrade,
-    repeat_unseen,
-    upgrade_rows,
+    repeat_unseen_classes,
 )
 from nobackfill.training.networks.frozen import augmented_views, encoder_of_run
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
@@ -33,7 +33,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
         upgrade_config(runs, digits / "queries", tmp_path / "u", views=3, augmentation=moving)
     )
     listing = list_images(digits / "queries", 2)
-    rows = upgrade_rows(open_sources(config), listing, config, 3)
+    rows = make_upgrade_features(open_sources(config), listing, config, 3)
     assert {name: tuple(t.shape) for name, t in rows.items()} == {
         "old": (16, 3, 16),
         "side": (16, 3, 12),
@@ -51,7 +51,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
             ("new", "embedder-2", "embedder"),
         ):
             pixels = torch.cat(list(images[8].chunks())).numpy()
-            expected = encoder_of_run(runs / run, kind).run(pixels)
+            expected = encoder_of_run(runs / run, kind).encode(pixels)
             assert np.allclose(rows[name][:, number].numpy(), expected, atol=1e-6)
 
 
@@ -68,9 +68,9 @@ def test_a_folder_without_classes_trains_ours_on_mixed_views(
         )
     )
     train_quietly(config)
-    assert read_upgrade(tmp_path / "u")[1].finished
+    assert read_upgrade(tmp_path / "u")[1].is_finished
     listing = list_images(tmp_path / "images")
-    rows = upgrade_rows(open_sources(config), listing, config, 1, 3)
+    rows = make_upgrade_features(open_sources(config), listing, config, 1, 3)
     assert rows["old"].shape == (len(listing), 4, 16)
 
 
@@ -165,14 +165,14 @@ def test_the_distance_on_held_out_images_is_logged_and_falls(runs: Path) -> None
 def test_images_of_unknown_classes_are_repeated() -> None:
     labels = torch.tensor([0, 2, 1, 2])
     rows = {"old": torch.arange(8.0).view(4, 1, 2), "labels": labels}
-    repeated = repeat_unseen(rows, ("ant", "bee", "cat"), ("bee", "ant"), 3)
+    repeated = repeat_unseen_classes(rows, ("ant", "bee", "cat"), ("bee", "ant"), 3)
     expected = []
     for row, label in enumerate(labels.tolist()):
         expected += [row] * (3 if label == 2 else 1)
     assert repeated["labels"].tolist() == [labels[row] for row in expected]
     assert torch.equal(repeated["old"], rows["old"][expected])
     with pytest.raises(ConfigurationError, match="trained on every class"):
-        repeat_unseen(rows, ("ant", "bee"), ("ant", "bee"), 3)
+        repeat_unseen_classes(rows, ("ant", "bee"), ("ant", "bee"), 3)
 
 
 def test_an_upgrade_draws_unknown_classes_more_often(

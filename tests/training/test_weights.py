@@ -28,11 +28,11 @@ from nobackfill.errors import (
 )
 from nobackfill.training.cli import train
 from nobackfill.training.networks.weights import (
-    download,
-    normalisation,
-    public_name,
-    read_file,
+    download_weights,
+    name_without_path,
+    pixel_normalisation,
     read_weights,
+    read_weights_file,
 )
 from tests.support import hosts
 from tests.training.life import invoke
@@ -71,26 +71,28 @@ def test_a_download_is_verified_and_kept(
     host: str, tmp_path: Path, resnet: dict[str, Tensor]
 ) -> None:
     name = hosted(tmp_path, resnet)
-    path = download(f"{host}/{name}")
+    path = download_weights(f"{host}/{name}")
     assert path == tmp_path / "home" / "hub" / "checkpoints" / name
     # Found again without the host's file.
     (tmp_path / "host" / name).unlink()
-    assert torch.equal(read_file(download(f"{host}/{name}")).tensors["fc.bias"], resnet["fc.bias"])
+    assert torch.equal(
+        read_weights_file(download_weights(f"{host}/{name}")).tensors["fc.bias"], resnet["fc.bias"]
+    )
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(VerificationError, match=r"begins with .* delete the file"):
-        download(f"{host}/{name}")
+        download_weights(f"{host}/{name}")
 
 
 def test_another_file_than_named_is_not_kept(host: str, tmp_path: Path) -> None:
     (tmp_path / "host" / "resnet18-0123abcd.pth").write_bytes(b"something else")
     with pytest.raises(VerificationError, match=r"was deleted"):
-        download(f"{host}/resnet18-0123abcd.pth")
+        download_weights(f"{host}/resnet18-0123abcd.pth")
     assert not list((tmp_path / "home" / "hub" / "checkpoints").iterdir())
 
 
 def test_a_host_without_the_file_is_unavailable(host: str) -> None:
     with pytest.raises(UnavailableError, match="--weights FILE"):
-        download(f"{host}/resnet18-0123abcd.pth")
+        download_weights(f"{host}/resnet18-0123abcd.pth")
 
 
 def test_a_connection_that_breaks_is_unavailable(
@@ -102,7 +104,7 @@ def test_a_connection_that_breaks_is_unavailable(
         thread.start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}/resnet18-0123abcd.pth"
         with pytest.raises(UnavailableError, match="--weights FILE"):
-            download(address)
+            download_weights(address)
         thread.join()
     assert not list((tmp_path / "home" / "hub" / "checkpoints").iterdir())
 
@@ -130,7 +132,7 @@ def test_torchvisions_names_download_from_their_address(
     for name in ("DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1"):
         found = read_weights(name, "resnet18").tensors
         assert found.keys() == resnet.keys()
-    told = normalisation("DEFAULT", "resnet18")
+    told = pixel_normalisation("DEFAULT", "resnet18")
     assert told is not None
     assert told.mean == (0.485, 0.456, 0.406)
 
@@ -172,7 +174,7 @@ def test_what_a_manifest_says_of_weights_names_no_folder() -> None:
         "open_clip:ViT-B-32/openai": "open_clip:ViT-B-32/openai",
         "open_clip:ViT-B-32//home/me/clip.safetensors": "open_clip:ViT-B-32/clip.safetensors",
     }.items():  # fmt: skip
-        assert public_name(name) == told
+        assert name_without_path(name) == told
 
 
 @pytest.mark.parametrize(
@@ -204,20 +206,20 @@ def test_what_is_not_plain_tensors_is_refused(name: str, tmp_path: Path) -> None
     else:
         path.write_bytes(b"" if name == "empty.pth" else b"hello " * 20)
     with pytest.raises(VerificationError, match="expected safetensors, or a state dict"):
-        read_file(path)
+        read_weights_file(path)
     assert not Path("/tmp/nobackfill-harmful").exists()
     with pytest.raises(NotFoundError):
-        read_file(tmp_path / "nothing.pt")
+        read_weights_file(tmp_path / "nothing.pt")
 
 
 def test_a_state_dict_inside_other_things_is_found(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
-    assert list(read_file(tmp_path / "a.pt").tensors) == ["a"]
+    assert list(read_weights_file(tmp_path / "a.pt").tensors) == ["a"]
     torch.save({"epoch": 3, "note": "no tensors"}, tmp_path / "b.pt")
     with pytest.raises(VerificationError, match="state dict of tensors by name, got no tensor for"):
-        read_file(tmp_path / "b.pt")
+        read_weights_file(tmp_path / "b.pt")
     save_file({"a": torch.ones(2)}, tmp_path / "c.safetensors", {"class_names": '["x", "y"]'})
-    assert read_file(tmp_path / "c.safetensors").class_names == ("x", "y")
+    assert read_weights_file(tmp_path / "c.safetensors").class_names == ("x", "y")
 
 
 def test_the_command_says_what_does_not_fit(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nobackfill.errors import NobackfillError
 from nobackfill.training.config import Config, parse_config
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 
 
@@ -62,7 +62,9 @@ def config(run_dir: Path, devices: int) -> Config:
 def fit_line(run_dir: Path, devices: int, poison: int = -1) -> None:
     """Fit `Line` to `rows`."""
     settings = config(run_dir, devices)
-    fit(Line(poison), rows(), settings, ("a", "b"), progress=ProgressBars(visible=False))
+    train_objective(
+        Line(poison), rows(), settings, ("a", "b"), progress=ProgressBars(visible=False)
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 It contains presets, rows of the table, cells and claims. It runs in a checkout; no wheel has it.
 
 >>> from nobackfill.research import preset_named
->>> [(split.name, split.old, split.new) for split in preset_named("digits").splits]
+>>> splits = preset_named("digits").splits
+>>> [(one.name, one.old_class_count, one.new_class_count) for one in splits]
 [('main', 5, 10), ('unseen', 3, 7)]
 """
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
-    from nobackfill.research.catalogue import rows_of as rows_of
+    from nobackfill.research.catalogue import list_rows as list_rows
     from nobackfill.research.cells import Cells as Cells
     from nobackfill.research.presets import (
         Preset as Preset,
@@ -25,7 +26,7 @@ else:
     __getattr__ = export_lazily(
         __name__,
         {
-            "catalogue": "rows_of",
+            "catalogue": "list_rows",
             "cells": "Cells",
             "presets": "Preset Split preset_named",
             "results": "Results",

@@ -20,20 +20,20 @@ from nobackfill.research.rows import (
     RowName,
     SharedModels,
     TrainingRun,
-    row_in,
+    setting_row_name,
 )
 from nobackfill.research.settings import (
     DEEPER,
-    allocations,
-    chains,
-    disjoint,
-    foreign,
-    growing,
-    limits,
-    long_chain,
-    new_data,
-    noise,
-    scenarios,
+    allocation_rows,
+    chain_rows,
+    disjoint_class_rows,
+    foreign_domain_rows,
+    growing_data_rows,
+    label_noise_rows,
+    long_chain_rows,
+    new_data_rows,
+    scenario_rows,
+    upper_bound_rows,
 )
 from nobackfill.training.config import parse_config
 
@@ -41,7 +41,7 @@ from nobackfill.training.config import parse_config
 UNSEEN_COPIES = 4
 
 
-def sizes(shared: SharedModels) -> list[MethodRow]:
+def fct_size_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
     side-information, in numbers and in bits (appendix G).
 
@@ -49,7 +49,7 @@ def sizes(shared: SharedModels) -> list[MethodRow]:
     inner_dim, and its `side_encoder` side_info_dim, or KeyError is raised. Parts of them are
     rounded down.
     """
-    preset, simclr = shared.place.preset, shared.side("simclr")
+    preset, simclr = shared.place.preset, shared.side_encoder("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
     assert isinstance(dim, int) and isinstance(inner, int)
     others = {
@@ -63,26 +63,26 @@ def sizes(shared: SharedModels) -> list[MethodRow]:
         shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
         shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
-        shared.upgrade_row(RowName.FCT_BINARY_SIMCLR, "fct", shared.side("binary_simclr")),
+        shared.upgrade_row(RowName.FCT_BINARY_SIMCLR, "fct", shared.side_encoder("binary_simclr")),
         *(
-            shared.upgrade_row(name, "fct", shared.side(kind, width))
+            shared.upgrade_row(name, "fct", shared.side_encoder(kind, width))
             for name, (kind, width) in others.items()
         ),
     ]
 
 
-def parts(shared: SharedModels) -> list[MethodRow]:
+def ablation_rows(shared: SharedModels) -> list[MethodRow]:
     """List our method without one of its parts, in smaller sizes, with labels and with other
     methods' views; other methods with our views; and parts that neither has.
 
     Nothing is trained; each row only describes its runs. The preset's `upgrade` must have
     inner_dim, epochs and warmup_epochs, or KeyError is raised.
     """
-    simclr, preset = shared.side("simclr"), shared.place.preset
+    simclr, preset = shared.side_encoder("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
     small = shared.upgrade_row(RowName.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
-    published, preset_ours = preset.upgrade, preset.ours
+    published, preset_ours = preset.upgrade, preset.our_upgrade
     upweighted = _at_equal_steps(shared, published)
     ours_upweighted = _at_equal_steps(shared, preset_ours)
     as_ours = _views_and_steps(shared, preset_ours)
@@ -110,7 +110,7 @@ def parts(shared: SharedModels) -> list[MethodRow]:
         shared.upgrade_row(RowName.RESIDUAL_LABELLED, "residual", simclr, **labelled),
         shared.upgrade_row(RowName.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
         shared.upgrade_row(RowName.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
-        shared.upgrade_row(RowName.RESIDUAL_INNER, "residual", shared.side("inner")),
+        shared.upgrade_row(RowName.RESIDUAL_INNER, "residual", shared.side_encoder("inner")),
         shared.upgrade_row(
             RowName.RESIDUAL_BOTH_VIEWS, "residual", simclr, options={"both_views": True}
         ),
@@ -127,17 +127,22 @@ def parts(shared: SharedModels) -> list[MethodRow]:
 
 def _views_and_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
     """Return the views and epochs of a recipe."""
-    values = {"mixed_views": 0, **recipe, **shared.place.changes.get("upgrade", {})}
+    values = {"mixed_views": 0, **recipe, **shared.place.config_changes.get("upgrade", {})}
     return {key: values[key] for key in ("views", "mixed_views", "epochs", "warmup_epochs")}
 
 
 def _at_equal_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
     """Return more copies per epoch with fewer epochs, so that the number of steps stays."""
     place, split = shared.place, shared.split
-    values = {**recipe, **place.changes.get("upgrade", {})}
+    values = {**recipe, **place.config_changes.get("upgrade", {})}
     epochs, warmup = values["epochs"], values["warmup_epochs"]
     assert isinstance(epochs, int) and isinstance(warmup, int | float)
-    longer = 1 + (UNSEEN_COPIES - 1) * (split.new - split.old) / split.new
+    longer = (
+        1
+        + (UNSEEN_COPIES - 1)
+        * (split.new_class_count - split.old_class_count)
+        / split.new_class_count
+    )
     return {
         "unseen_copies": UNSEEN_COPIES,
         "epochs": round(epochs / longer),
@@ -149,7 +154,7 @@ def _at_equal_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
 _TRAINING: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0}
 
 
-def adapted(shared: SharedModels) -> list[MethodRow]:
+def adapted_model_rows(shared: SharedModels) -> list[MethodRow]:
     """List new models that adapt the independent one to the old space, and our upgrade on each.
 
     They are BT2, with a quarter more dimensions than the independent model (the paper's 32 and
@@ -161,17 +166,17 @@ def adapted(shared: SharedModels) -> list[MethodRow]:
     """
     dim = shared.place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
-    bt2 = shared.adapted(RowName.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
-    nearly = shared.adapted(RowName.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
+    bt2 = shared.adapted_model(RowName.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
+    nearly = shared.adapted_model(RowName.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
     return [
-        MethodRow(RowName.BT2, shared.old, bt2),
-        shared.on_top(RowName.BT2_RESIDUAL, bt2),
-        MethodRow(RowName.LAMBDA_ORTHOGONAL, shared.old, nearly),
-        shared.on_top(RowName.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
+        MethodRow(RowName.BT2, shared.old_model, bt2),
+        shared.our_upgrade_row(RowName.BT2_RESIDUAL, bt2),
+        MethodRow(RowName.LAMBDA_ORTHOGONAL, shared.old_model, nearly),
+        shared.our_upgrade_row(RowName.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
     ]
 
 
-def stationary(shared: SharedModels) -> list[MethodRow]:
+def d_simplex_rows(shared: SharedModels) -> list[MethodRow]:
     """List d-Simplex: old and new models that were trained apart under one fixed classifier.
 
     The row has an old model of its own. Its new model does not begin from the common warm-up, which
@@ -185,9 +190,14 @@ def stationary(shared: SharedModels) -> list[MethodRow]:
         "margin": None,
         "scale": place.preset.embedder.get("scale"),
     }
-    old = place.embedder("old-simplex", classes=split.old, role="old", **head)
+    old = place.embedder("old-simplex", classes=split.old_class_count, role="old", **head)
     new = place.embedder(
-        RowName.D_SIMPLEX, classes=split.new, role="new", old=old, method="d_simplex", **head
+        RowName.D_SIMPLEX,
+        classes=split.new_class_count,
+        role="new",
+        old=old,
+        method="d_simplex",
+        **head,
     )
     return [MethodRow(RowName.D_SIMPLEX, old, new)]
 
@@ -201,7 +211,7 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 _TRANSFORMERS = ("small_vit", "small_swin")
 
 
-def architectures(shared: SharedModels) -> list[MethodRow]:
+def architecture_rows(shared: SharedModels) -> list[MethodRow]:
     """List pairs of different architectures: ResNet to transformers, MobileNet to ResNet.
 
     Each pair has the strongest compatible methods, other upgrades and ours. The networks are those
@@ -214,13 +224,15 @@ def architectures(shared: SharedModels) -> list[MethodRow]:
 
 
 def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
-    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     before, after = PAIRS[pair]
-    old = place.embedder(f"old-{before}", classes=split.old, role="old", **_settings(place, before))
+    old = place.embedder(
+        f"old-{before}", classes=split.old_class_count, role="old", **_settings(place, before)
+    )
 
     def new(name: str, **values: Any) -> TrainingRun:
         return place.embedder(
-            name, classes=split.new, role="new", **_settings(place, after), **values
+            name, classes=split.new_class_count, role="new", **_settings(place, after), **values
         )
 
     def compatible(method: str, **options: Any) -> TrainingRun:
@@ -230,15 +242,20 @@ def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
 
     def upgraded(name: str, method: str) -> MethodRow:
         run = place.upgrade(
-            f"upgrade-{pair}-{name}", old, own, classes=split.new, side=simclr, method=method
+            f"upgrade-{pair}-{name}",
+            old,
+            own,
+            classes=split.new_class_count,
+            side=simclr,
+            method=method,
         )
-        return MethodRow(row_in(pair, name), old, own, (run,), simclr)
+        return MethodRow(setting_row_name(pair, name), old, own, (run,), simclr)
 
     dmu = compatible("dmu", hidden_dim=place.preset.dmu_hidden_dim)
     return [
-        MethodRow(row_in(pair, RowName.INDEPENDENT), old, own),
-        MethodRow(row_in(pair, RowName.BCT_SYS), old, compatible("bct_sys")),
-        MethodRow(row_in(pair, RowName.DMU), old, dmu, (dmu,)),
+        MethodRow(setting_row_name(pair, RowName.INDEPENDENT), old, own),
+        MethodRow(setting_row_name(pair, RowName.BCT_SYS), old, compatible("bct_sys")),
+        MethodRow(setting_row_name(pair, RowName.DMU), old, dmu, (dmu,)),
         upgraded(RowName.AFFINE_SIMCLR, "affine"),
         upgraded(RowName.FCT_SIMCLR, "fct"),
         upgraded(RowName.RESIDUAL_SIMCLR, "residual"),
@@ -252,7 +269,7 @@ def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
     digits."""
     if backbone not in _TRANSFORMERS:
         return {"backbone": backbone}
-    values = {**place.preset.embedder, **place.changes.get("embedder", {})}
+    values = {**place.preset.embedder, **place.config_changes.get("embedder", {})}
     epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
     assert isinstance(epochs, int) and isinstance(warmup, int | float)
     return {
@@ -278,7 +295,7 @@ OBJECTIVES: Mapping[str, float] = {
 }
 
 
-def side_information(shared: SharedModels) -> list[MethodRow]:
+def side_information_rows(shared: SharedModels) -> list[MethodRow]:
     """List kinds of side-information by size: rows `side:OBJECTIVE_BYTES`, and `side:none`.
 
     Each objective has 32, 64 and 128 bytes per item. A closed-form map reads them, so that rows
@@ -287,9 +304,9 @@ def side_information(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     return [
-        _row(shared, row_in(SIDE, "none")),
+        _row(shared, setting_row_name(SIDE, "none")),
         *(
-            _row(shared, row_in(SIDE, f"{kind}_{count}"), kind, round(count / size))
+            _row(shared, setting_row_name(SIDE, f"{kind}_{count}"), kind, round(count / size))
             for kind, size in OBJECTIVES.items()
             for count in BYTES
         ),
@@ -298,9 +315,13 @@ def side_information(shared: SharedModels) -> list[MethodRow]:
 
 def _row(shared: SharedModels, name: str, kind: str | None = None, width: int = 0) -> MethodRow:
     """Describe a row with the map `affine`, on our views."""
-    ours = {"mixed_views": 0, **shared.place.preset.ours, **shared.place.changes.get("upgrade", {})}
+    ours = {
+        "mixed_views": 0,
+        **shared.place.preset.our_upgrade,
+        **shared.place.config_changes.get("upgrade", {}),
+    }
     views = {key: ours[key] for key in ("views", "mixed_views")}
-    side = None if kind is None else shared.side(kind, width)
+    side = None if kind is None else shared.side_encoder(kind, width)
     row = shared.upgrade_row(name.replace(":", "-"), "affine", side, **views)
     return replace(row, name=name)
 
@@ -336,18 +357,20 @@ _OF_TABLES = ("dmu_selective", "dmu_forward", "dmu_confidence", "dmu_regression"
 VARIANTS = (RowName.BCT_WIDE, RowName.BCT_RELU, RowName.BCT_SOFTMAX_TO_COSINE)
 
 
-def compatible(shared: SharedModels) -> list[MethodRow]:
+def compatible_model_rows(shared: SharedModels) -> list[MethodRow]:
     """List independent training, BCT's and UniBCT's methods, and their baselines.
 
     Nothing is trained; each row only describes its runs.
     """
-    rows = [MethodRow(RowName.INDEPENDENT, shared.old, shared.new)]
+    rows = [MethodRow(RowName.INDEPENDENT, shared.old_model, shared.new_model)]
     for name, (method, options) in COMPATIBLE.items():
-        rows.append(MethodRow(name, shared.old, shared.compatible(name, method, **options)))
+        rows.append(
+            MethodRow(name, shared.old_model, shared.compatible_model(name, method, **options))
+        )
     return rows
 
 
-def dmu(shared: SharedModels) -> list[MethodRow]:
+def dmu_rows(shared: SharedModels) -> list[MethodRow]:
     """List DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), and half
     and twice the width of psi (Table 5).
 
@@ -355,17 +378,17 @@ def dmu(shared: SharedModels) -> list[MethodRow]:
     """
     rows = []
     for name, options in DMU.items():
-        run = shared.compatible(name, "dmu", **options)
+        run = shared.compatible_model(name, "dmu", **options)
         forward = options.get("forward", True) is True
-        rows.append(MethodRow(name, shared.old, run, (run,) if forward else ()))
+        rows.append(MethodRow(name, shared.old_model, run, (run,) if forward else ()))
     width = shared.place.preset.dmu_hidden_dim
     for name, own in (("dmu_width_half", width // 2), ("dmu_width_double", 2 * width)):
-        run = shared.compatible(name, "dmu", hidden_dim=own)
-        rows.append(MethodRow(name, shared.old, run, (run,)))
+        run = shared.compatible_model(name, "dmu", hidden_dim=own)
+        rows.append(MethodRow(name, shared.old_model, run, (run,)))
     return rows
 
 
-def ablations(shared: SharedModels) -> list[MethodRow]:
+def dmu_ablation_rows(shared: SharedModels) -> list[MethodRow]:
     """List DMU Tables 3 to 8, from 30 % of each class's images to all: other weights (Table 3),
     parts (4), widths of psi (5), regression (7), other methods (8); and growing data (6).
 
@@ -375,7 +398,7 @@ def ablations(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     scenario = f"scenario-{ABLATED}"
-    rows = [row for row in scenarios(shared) if row.name.startswith(f"{scenario}:")]
+    rows = [row for row in scenario_rows(shared) if row.name.startswith(f"{scenario}:")]
     if not rows:
         return []
     place, old = shared.place, rows[0].old_run
@@ -397,44 +420,51 @@ def ablations(shared: SharedModels) -> list[MethodRow]:
             classes=None,
             role="new",
             old=old,
-            images=place.images / ABLATED / "new",
+            images=place.images_folder / ABLATED / "new",
             method=method,
             options={**psi, **options},
         )
         has_psi = method == "dmu" and options.get("forward", True) is True
-        rows.append(MethodRow(row_in(scenario, name), old, new, (new,) if has_psi else ()))
-    return [*rows, *growing(shared)]
+        rows.append(
+            MethodRow(setting_row_name(scenario, name), old, new, (new,) if has_psi else ())
+        )
+    return [*rows, *growing_data_rows(shared)]
 
 
-def arcface(shared: SharedModels) -> list[MethodRow]:
+def arcface_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT D.7: old and new model under ArcFace, with h's output normalised in training.
 
     Nothing is trained; each row only describes its runs.
     """
-    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     head: dict[str, Any] = {
         "head": "arcface",
         "margin": 0.3,
         "scale": place.preset.embedder.get("scale"),
     }
-    old = place.embedder("old-arcface", classes=split.old, role="old", **head)
-    new = place.embedder("new-arcface", classes=split.new, role="new", **head)
+    old = place.embedder("old-arcface", classes=split.old_class_count, role="old", **head)
+    new = place.embedder("new-arcface", classes=split.new_class_count, role="new", **head)
 
     def row(name: str, method: str) -> MethodRow:
         run = place.upgrade(
-            f"upgrade-arcface-{name}", old, new, classes=split.new, side=simclr, method=method
+            f"upgrade-arcface-{name}",
+            old,
+            new,
+            classes=split.new_class_count,
+            side=simclr,
+            method=method,
         )
-        return MethodRow(row_in("arcface", name), old, new, (run,), simclr)
+        return MethodRow(setting_row_name("arcface", name), old, new, (run,), simclr)
 
     return [
-        MethodRow(row_in("arcface", RowName.INDEPENDENT), old, new),
+        MethodRow(setting_row_name("arcface", RowName.INDEPENDENT), old, new),
         row(RowName.AFFINE_SIMCLR, "affine"),
         row(RowName.FCT_SIMCLR, "fct"),
         row(RowName.RESIDUAL_SIMCLR, "residual"),
     ]
 
 
-def variants(shared: SharedModels) -> list[MethodRow]:
+def bct_variant_rows(shared: SharedModels) -> list[MethodRow]:
     """List BCT Table 3: twice the dimension, and the two failures that it reports.
 
     A published set under the paper's head has all rows of the table, as it prints them: a deeper
@@ -450,42 +480,49 @@ def variants(shared: SharedModels) -> list[MethodRow]:
     assert isinstance(dim, int)
 
     def bct(name: str, old: TrainingRun, **values: Any) -> MethodRow:
-        run = place.embedder(name, classes=split.new, role="new", old=old, method="bct", **values)
+        run = place.embedder(
+            name, classes=split.new_class_count, role="new", old=old, method="bct", **values
+        )
         return MethodRow(name, old, run)
 
-    if preset.published is not None and preset.embedder.get("head") == "cosface":
+    if preset.published_set is not None and preset.embedder.get("head") == "cosface":
         deeper: dict[str, Any] = {"backbone": DEEPER[str(preset.embedder["backbone"])]}
         plain, normed = (
-            place.embedder(f"old-all-{name}", classes=split.new, role="old", **head)
+            place.embedder(f"old-all-{name}", classes=split.new_class_count, role="old", **head)
             for name, head in (
                 ("softmax", {"head": "softmax", "margin": None, "scale": None}),
                 ("norm-softmax", {"margin": 0.0}),
             )
         )
         return [
-            bct("bct_deeper", shared.old, **deeper),
-            bct(RowName.BCT_WIDE, shared.old, embedding_dim=2 * dim, **deeper),
-            bct(RowName.BCT_RELU, shared.old, last_nonlin=True, **deeper),
+            bct("bct_deeper", shared.old_model, **deeper),
+            bct(RowName.BCT_WIDE, shared.old_model, embedding_dim=2 * dim, **deeper),
+            bct(RowName.BCT_RELU, shared.old_model, last_nonlin=True, **deeper),
             bct("bct_norm_softmax_to_cosine", normed),
             bct(RowName.BCT_SOFTMAX_TO_COSINE, plain),
         ]
     softmax = place.embedder(
-        "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
+        "old-softmax",
+        classes=split.old_class_count,
+        role="old",
+        head="softmax",
+        margin=None,
+        scale=None,
     )
     return [
-        bct(RowName.BCT_WIDE, shared.old, embedding_dim=2 * dim),
-        bct(RowName.BCT_RELU, shared.old, last_nonlin=True),
+        bct(RowName.BCT_WIDE, shared.old_model, embedding_dim=2 * dim),
+        bct(RowName.BCT_RELU, shared.old_model, last_nonlin=True),
         bct(RowName.BCT_SOFTMAX_TO_COSINE, softmax, head="cosface", margin=0.2, scale=16),
     ]
 
 
-def maps(shared: SharedModels) -> list[MethodRow]:
+def closed_form_map_rows(shared: SharedModels) -> list[MethodRow]:
     """List closed-form maps, and the control that predicts class centres.
 
     Nothing is trained; each row only describes its runs.
     """
-    simclr = shared.side("simclr")
-    control = {"classes": shared.split.new}
+    simclr = shared.side_encoder("simclr")
+    control = {"classes": shared.split.new_class_count}
     return [
         shared.upgrade_row("procrustes", "procrustes"),
         shared.upgrade_row("low_rank", "low_rank"),
@@ -498,7 +535,7 @@ def maps(shared: SharedModels) -> list[MethodRow]:
     ]
 
 
-def transforms(shared: SharedModels) -> list[MethodRow]:
+def upgrade_method_rows(shared: SharedModels) -> list[MethodRow]:
     """List upgrades to an independent new model: variants of FCT, then other methods.
 
     FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
@@ -508,14 +545,14 @@ def transforms(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's settings must have inner_dim,
     embedding_dim and side_info_dim, or KeyError is raised.
     """
-    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     inner = place.preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
-    unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
+    unlabelled = place.side_encoder("side-unlabelled", classes=split.new_class_count, kind="simclr")
     rows = [
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side(kind))
+            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side_encoder(kind))
             for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
         ),
         shared.upgrade_row(RowName.FCT_SIMCLR_UNLABELLED, "fct", unlabelled),
@@ -531,10 +568,10 @@ def transforms(shared: SharedModels) -> list[MethodRow]:
     # If the preset's SimCLR has small crops, the row would equal fct_simclr.
     if "small_crops" not in place.preset.side_encoder:
         crops = place.side_encoder(
-            "side-multicrop", classes=split.old, kind="simclr", small_crops=2
+            "side-multicrop", classes=split.old_class_count, kind="simclr", small_crops=2
         )
         rows.append(shared.upgrade_row(RowName.FCT_MULTICROP, "fct", crops))
-    return [*rows, *_raw(shared), *best(shared)]
+    return [*rows, *_raw(shared), *best_method_rows(shared)]
 
 
 def _raw(shared: SharedModels) -> list[MethodRow]:
@@ -542,7 +579,7 @@ def _raw(shared: SharedModels) -> list[MethodRow]:
     if shared.place.preset.embedder.get("head") == "softmax":
         return []
     kind = shared.place.preset.side_encoder.get("side_info", "simclr")
-    side = shared.side(str(kind))
+    side = shared.side_encoder(str(kind))
     return [shared.upgrade_row(RowName.FCT_RAW, "fct", side, options={"raw": True})]
 
 
@@ -550,13 +587,13 @@ def _raw(shared: SharedModels) -> list[MethodRow]:
 OLD_NETWORKS = {"resnet18": "resnet18", "mobilenet": "mobilenet_v2"}
 
 
-def old_networks(shared: SharedModels) -> list[MethodRow]:
+def old_network_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 4: FCT from old models of other networks, and of half the dimension.
 
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
     embedding_dim, or KeyError is raised.
     """
-    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     dim = place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
     variants: dict[str, dict[str, Any]] = {
@@ -565,11 +602,20 @@ def old_networks(shared: SharedModels) -> list[MethodRow]:
     }
     rows = []
     for name, values in variants.items():
-        old = place.embedder(f"old-{name}", classes=split.old, role="old", **values)
+        old = place.embedder(f"old-{name}", classes=split.old_class_count, role="old", **values)
         run = place.upgrade(
-            f"upgrade-old-{name}", old, shared.new, classes=split.new, side=simclr, method="fct"
+            f"upgrade-old-{name}",
+            old,
+            shared.new_model,
+            classes=split.new_class_count,
+            side=simclr,
+            method="fct",
         )
-        rows.append(MethodRow(row_in(f"old_{name}", "fct_simclr"), old, shared.new, (run,), simclr))
+        rows.append(
+            MethodRow(
+                setting_row_name(f"old_{name}", "fct_simclr"), old, shared.new_model, (run,), simclr
+            )
+        )
     return rows
 
 
@@ -577,7 +623,7 @@ def old_networks(shared: SharedModels) -> list[MethodRow]:
 EMBEDDING_SIZES = (128, 256, 512, 1024, 2048)
 
 
-def embedding_sizes(shared: SharedModels) -> list[MethodRow]:
+def embedding_size_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 10: old and new models that were trained apart, by size of the embedding.
 
     Nothing is trained; each row only describes its runs.
@@ -587,19 +633,19 @@ def embedding_sizes(shared: SharedModels) -> list[MethodRow]:
     def row(dim: int) -> MethodRow:
         old, new = (
             place.embedder(f"{role}-dim-{dim}", classes=count, role=role, embedding_dim=dim)
-            for role, count in (("old", split.old), ("new", split.new))
+            for role, count in (("old", split.old_class_count), ("new", split.new_class_count))
         )
         return MethodRow(f"embedding_{dim}", old, new)
 
     return [row(dim) for dim in EMBEDDING_SIZES]
 
 
-def best(shared: SharedModels) -> list[MethodRow]:
+def best_method_rows(shared: SharedModels) -> list[MethodRow]:
     """List FastFill and ours with and without side-information, ours after DMU, and int8.
 
     Nothing is trained; each row only describes its runs.
     """
-    simclr = shared.side("simclr")
+    simclr = shared.side_encoder("simclr")
     residual = shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", simclr)
     return [
         shared.upgrade_row("fastfill_none", "fastfill"),
@@ -614,39 +660,43 @@ def best(shared: SharedModels) -> list[MethodRow]:
             simclr,
             uses_int8=True,
         ),
-        shared.on_top(RowName.DMU_RESIDUAL, shared.compatible(RowName.DMU, "dmu")),
+        shared.our_upgrade_row(RowName.DMU_RESIDUAL, shared.compatible_model(RowName.DMU, "dmu")),
     ]
 
 
-def core(shared: SharedModels) -> list[MethodRow]:
+def core_rows(shared: SharedModels) -> list[MethodRow]:
     """List what a machine without an accelerator compares on CIFAR-100 within hours.
 
     Nothing is trained; each row only describes its runs.
     """
-    simclr = shared.side("simclr")
+    simclr = shared.side_encoder("simclr")
     names = {RowName.INDEPENDENT, RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT}
     return [
-        *(row for row in compatible(shared) if row.name in names),
-        *(row for row in dmu(shared) if row.name == RowName.DMU),
-        *maps(shared),
+        *(row for row in compatible_model_rows(shared) if row.name in names),
+        *(row for row in dmu_rows(shared) if row.name == RowName.DMU),
+        *closed_form_map_rows(shared),
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
-        shared.upgrade_row(RowName.FCT_ALTERNATE, "fct", shared.side("alternate")),
+        shared.upgrade_row(RowName.FCT_ALTERNATE, "fct", shared.side_encoder("alternate")),
         shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row(RowName.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
-        *best(shared),
+        *best_method_rows(shared),
     ]
 
 
-def public_protocol(shared: SharedModels) -> list[MethodRow]:
+def public_protocol_rows(shared: SharedModels) -> list[MethodRow]:
     """List the rows of FCT's public CIFAR-100 protocol, and ours.
 
     `pages.PAPER_FIGURES` has what the papers print for them.
 
     Nothing is trained; each row only describes its runs.
     """
-    simclr = shared.side("simclr")
+    simclr = shared.side_encoder("simclr")
     return [
-        *(row for row in compatible(shared) if row.name in (RowName.INDEPENDENT, RowName.BCT)),
+        *(
+            row
+            for row in compatible_model_rows(shared)
+            if row.name in (RowName.INDEPENDENT, RowName.BCT)
+        ),
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
         shared.upgrade_row(RowName.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row("fastfill_none", "fastfill"),
@@ -656,7 +706,7 @@ def public_protocol(shared: SharedModels) -> list[MethodRow]:
     ]
 
 
-def strong(shared: SharedModels) -> list[MethodRow]:
+def strong_model_rows(shared: SharedModels) -> list[MethodRow]:
     """List transforms to a strong new model, and the parts of the joint recipe one by one.
 
     `residual_joint` has all of them: side-information of both kinds, a plain and a mixed view per
@@ -665,7 +715,7 @@ def strong(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    both = shared.side("inner_simclr")
+    both = shared.side_encoder("inner_simclr")
     joint = {"both_views": True, "same_class": 0.3, "members": 3, "distilled": True}
     named = {
         *(
@@ -682,7 +732,12 @@ def strong(shared: SharedModels) -> list[MethodRow]:
         ),
         *(RowName.RESIDUAL_INNER, RowName.RESIDUAL_BOTH_VIEWS, RowName.RESIDUAL_SAME_CLASS),
     }
-    rows = (*compatible(shared), *maps(shared), *transforms(shared), *parts(shared))
+    rows = (
+        *compatible_model_rows(shared),
+        *closed_form_map_rows(shared),
+        *upgrade_method_rows(shared),
+        *ablation_rows(shared),
+    )
     return [
         *{row.name: row for row in rows if row.name in named}.values(),
         shared.upgrade_row("affine_inner_simclr", "affine", both),
@@ -692,7 +747,7 @@ def strong(shared: SharedModels) -> list[MethodRow]:
     ]
 
 
-def core_unseen(shared: SharedModels) -> list[MethodRow]:
+def core_unseen_rows(shared: SharedModels) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model.
 
     Nothing is trained; each row only describes its runs. They stay in the order of `core`.
@@ -707,13 +762,13 @@ def core_unseen(shared: SharedModels) -> list[MethodRow]:
         RowName.FASTFILL_SIMCLR,
         RowName.RESIDUAL_SIMCLR,
     }
-    return [row for row in core(shared) if row.name in names]
+    return [row for row in core_rows(shared) if row.name in names]
 
 
-def core_unseen_compatible(shared: SharedModels) -> list[MethodRow]:
-    """List the compatible new models of `core`, which `core_unseen` omits."""
+def core_unseen_compatible_rows(shared: SharedModels) -> list[MethodRow]:
+    """List the compatible new models of `core`, which `core_unseen_rows` omits."""
     names = {RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT, RowName.DMU}
-    return [row for row in core(shared) if row.name in names]
+    return [row for row in core_rows(shared) if row.name in names]
 
 
 def _doubled(shared: SharedModels) -> MethodRow:
@@ -724,47 +779,53 @@ def _doubled(shared: SharedModels) -> MethodRow:
         place.preset.side_encoder["side_info_dim"],
     )
     assert isinstance(dim, int) and isinstance(side_dim, int)
-    old = place.embedder("old-doubled", classes=split.old, role="old", embedding_dim=dim + side_dim)
-    run = place.upgrade(
-        f"upgrade-{RowName.FCT_DOUBLED}", old, shared.new, classes=split.new, method="fct"
+    old = place.embedder(
+        "old-doubled", classes=split.old_class_count, role="old", embedding_dim=dim + side_dim
     )
-    return MethodRow(RowName.FCT_DOUBLED, old, shared.new, (run,))
+    run = place.upgrade(
+        f"upgrade-{RowName.FCT_DOUBLED}",
+        old,
+        shared.new_model,
+        classes=split.new_class_count,
+        method="fct",
+    )
+    return MethodRow(RowName.FCT_DOUBLED, old, shared.new_model, (run,))
 
 
 GROUPS: dict[str, Callable[[SharedModels], list[MethodRow]]] = {
-    "core": core,
-    "public_protocol": public_protocol,
-    "strong": strong,
-    "core_unseen": core_unseen,
-    "core_unseen_compatible": core_unseen_compatible,
-    "bct_family": compatible,
-    "dmu_family": dmu,
-    "adapted": adapted,
-    "stationary": stationary,
-    "variants": variants,
-    "new_data": new_data,
-    "arcface": arcface,
-    "architectures": architectures,
-    "maps": maps,
-    "transforms": transforms,
-    "chains": chains,
-    "noise": noise,
-    "allocations": allocations,
-    "long_chain": long_chain,
-    "foreign": foreign,
-    "disjoint": disjoint,
-    "side_information": side_information,
-    "sizes": sizes,
-    "embedding_sizes": embedding_sizes,
-    "old_networks": old_networks,
-    "scenarios": scenarios,
-    "ablations": ablations,
-    "parts": parts,
-    "limits": limits,
+    "core": core_rows,
+    "public_protocol": public_protocol_rows,
+    "strong": strong_model_rows,
+    "core_unseen": core_unseen_rows,
+    "core_unseen_compatible": core_unseen_compatible_rows,
+    "bct_family": compatible_model_rows,
+    "dmu_family": dmu_rows,
+    "adapted": adapted_model_rows,
+    "stationary": d_simplex_rows,
+    "variants": bct_variant_rows,
+    "new_data": new_data_rows,
+    "arcface": arcface_rows,
+    "architectures": architecture_rows,
+    "maps": closed_form_map_rows,
+    "transforms": upgrade_method_rows,
+    "chains": chain_rows,
+    "noise": label_noise_rows,
+    "allocations": allocation_rows,
+    "long_chain": long_chain_rows,
+    "foreign": foreign_domain_rows,
+    "disjoint": disjoint_class_rows,
+    "side_information": side_information_rows,
+    "sizes": fct_size_rows,
+    "embedding_sizes": embedding_size_rows,
+    "old_networks": old_network_rows,
+    "scenarios": scenario_rows,
+    "ablations": dmu_ablation_rows,
+    "parts": ablation_rows,
+    "limits": upper_bound_rows,
 }
 
 
-def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
+def list_rows(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     """Return the rows of groups and methods, each once, in the catalogue's order.
 
     All groups are described, also those that no name requests.
@@ -786,7 +847,7 @@ def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     known = {row.name for rows in groups.values() for row in rows}
     unknown = [name for name in names if name not in GROUPS and name not in known]
     # Chains and allocations exist only on the main split.
-    if unknown and place.split.first_of_chain is not None:
+    if unknown and place.split.first_chain_class_count is not None:
         raise ConfigurationError(
             f"--methods, --once: unknown method {unknown[0]!r}; expected a group ("
             f"{', '.join(GROUPS)}) or a method ({', '.join(sorted(known))})"
@@ -817,9 +878,9 @@ def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
     trained = {}
     for split in preset.splits:
         here = ComparisonPlace(preset, split, 0, Path("data", split.name), Path("runs", split.name))
-        for row in rows_of(here, tuple(rows.get(split.name, ()))):
+        for row in list_rows(here, tuple(rows.get(split.name, ()))):
             for run in row.runs:
-                config = parse_config(dict(run.values), preset.name)
+                config = parse_config(dict(run.config_values), preset.name)
                 trained[run.folder] = config.model_dump(mode="json", exclude_unset=True)
     content = json.dumps([trained[folder] for folder in sorted(trained)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()

@@ -35,7 +35,7 @@ from nobackfill.training.config import load_config
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import ListedImages, ReadingOptions
 from nobackfill.training.loop.run import CONFIG
-from nobackfill.training.networks.frozen import encoder_of_run, features
+from nobackfill.training.networks.frozen import cached_features, encoder_of_run
 
 Floats = NDArray[np.float32]
 HUB_NEIGHBOURS = 10
@@ -51,13 +51,13 @@ class Evaluation:
         listing: n images.
         relevance: the other images of each image's class.
         metric: how vectors are compared.
-        cache: the folder of cached features.
+        feature_cache: the folder of cached features.
     """
 
     listing: ImageListing
     relevance: Relevance
     metric: Metric
-    cache: Path
+    feature_cache: Path
 
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Return vectors float32 [n,dim] of the test images by a run's encoder.
@@ -81,10 +81,10 @@ class Evaluation:
         """
         encoder = encoder_of_run(run_dir, kind)
         images = ListedImages(self.listing, encoder.image_size, ReadingOptions())
-        return features(encoder, images, self.cache)
+        return cached_features(encoder, images, self.feature_cache)
 
 
-def evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation:
+def make_evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation:
     """Use images as queries and as gallery, without the query itself (fct.txt section 4.2).
 
     No image is opened.
@@ -102,14 +102,14 @@ class Cells:
     """The figures of one row in one place.
 
     Attributes:
-        by_query: figures [q] by cell and name, e.g. `by_query["new/old"]["map"]`.
-        extras: figures of the whole row.
-        classes: the name of each query's class [q].
+        figures_by_query: figures [q] by cell and name, e.g. `figures_by_query["new/old"]["map"]`.
+        row_figures: figures of the whole row.
+        query_classes: the name of each query's class [q].
     """
 
-    by_query: Mapping[str, Mapping[str, PerQuery]]
-    extras: Mapping[str, float]
-    classes: NDArray[np.str_]
+    figures_by_query: Mapping[str, Mapping[str, PerQuery]]
+    row_figures: Mapping[str, float]
+    query_classes: NDArray[np.str_]
 
 
 def row_cells(row: MethodRow, test: Evaluation) -> Cells:
@@ -136,12 +136,14 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
             description cannot be downloaded.
         NobackfillError: a process that reads images was killed.
     """
-    images = embedded(row, test)
+    images = embed_row_images(row, test)
     old, new = images.native(OLD), images.native(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.upgrade_runs else ())
     # First elements of a longer embedding (BCT section 3.6); a shorter one has no such cell.
     measured = {
-        cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.uses_int8))
+        cell: per_query_figures(
+            measure_cell(cell, images, images, test.relevance, int8=row.uses_int8)
+        )
         for cell in names.values()
         if not cell.is_raw or new.shape[1] >= old.shape[1]
     }
@@ -151,7 +153,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         figures = search_and_measure(
             served.embedding, served.embedding, test.relevance, test.metric
         )
-        cells["served/served"] = by_query(figures)
+        cells["served/served"] = per_query_figures(figures)
     for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
     queries = query_vectors(names["new/served"], images, served.embedding)
@@ -165,7 +167,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     return Cells(cells, extras | _logged(row.new_run.folder / "stats.jsonl"), classes)
 
 
-def embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
+def embed_row_images(row: MethodRow, images: Evaluation) -> TrainedImages:
     """Embed images with the models of a row, which are trained; the relevance is not read.
 
     Raises:
@@ -214,11 +216,11 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     config = load_config(row.upgrade_runs[-1].folder / CONFIG)
     held_out = _held_out(
         config.images, config.classes, config.class_list, config.held_out, config.split_seed,
-        test.metric, test.cache,
+        test.metric, test.feature_cache,
     )  # fmt: skip
     if held_out is None:
         return IDENTITY_LINE
-    images = embedded(row, held_out)
+    images = embed_row_images(row, held_out)
     migrated, native = (
         measure_cell(
             cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.uses_int8
@@ -241,10 +243,10 @@ def _held_out(
     """Return the images that trainings held out; None if there are none."""
     listing = list_images(root, classes, class_list)
     _, rows = hold_out(listing, share, seed)
-    return evaluation(listing.select(rows), metric, cache) if len(rows) else None
+    return make_evaluation(listing.select(rows), metric, cache) if len(rows) else None
 
 
-def by_query(figures: CellFigures) -> dict[str, PerQuery]:
+def per_query_figures(figures: CellFigures) -> dict[str, PerQuery]:
     """Return the figures of a cell that a row stores, [q] each: cmc1, cmc5 and map."""
     return {"cmc1": figures.cmc1, "cmc5": figures.cmc5, "map": figures.map}
 
@@ -277,13 +279,15 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
             stay.
     """
     arrays = {
-        f"{cell}:{name}": v for cell, part in cells.by_query.items() for name, v in part.items()
+        f"{cell}:{name}": v
+        for cell, part in cells.figures_by_query.items()
+        for name, v in part.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part.npz")
-    np.savez_compressed(temporary, allow_pickle=False, **{CLASSES: cells.classes}, **arrays)
+    np.savez_compressed(temporary, allow_pickle=False, **{CLASSES: cells.query_classes}, **arrays)
     temporary.replace(path)
-    text = json.dumps({"key": key, "extras": dict(cells.extras)}, indent=1)
+    text = json.dumps({"key": key, "extras": dict(cells.row_figures)}, indent=1)
     write_file(path.with_suffix(".json"), text.encode(), 0o644)
 
 
@@ -326,7 +330,7 @@ KNOWN_CLASSES, NEW_CLASSES = "known classes", "new classes"
 RANGED = ("new/new", "new/served")
 
 
-def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
+def is_class_known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
     """Return whether the row's old model was trained on the class of each tested image, bool [n].
 
     Classes are compared by name. Only the keys `images` and `classes` of the old model's
@@ -341,7 +345,7 @@ def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
         InvalidInputError: this folder has too few classes, or an empty one.
         PermissionError: this user may not list that folder.
     """
-    images, classes = row.old_run.values["images"], row.old_run.values["classes"]
+    images, classes = row.old_run.config_values["images"], row.old_run.config_values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
     names = set(list_images(images, classes).class_names)
     return np.array([name in names for name in tested.class_names])[tested.labels]
@@ -369,9 +373,9 @@ def add_class_ranges(cells: Cells, is_known: NDArray[np.bool_]) -> Cells:
     ranged = {
         f"{cell}, {name}": {
             figure: np.where(inside, values, np.nan)
-            for figure, values in cells.by_query[cell].items()
+            for figure, values in cells.figures_by_query[cell].items()
         }
         for cell in RANGED
         for name, inside in ((KNOWN_CLASSES, is_known), (NEW_CLASSES, ~is_known))
     }
-    return replace(cells, by_query={**cells.by_query, **ranged})
+    return replace(cells, figures_by_query={**cells.figures_by_query, **ranged})

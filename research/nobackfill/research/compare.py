@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from nobackfill.class_folders import list_images
 from nobackfill.durable import lock_file, write_file
 from nobackfill.errors import BusyError, ConfigurationError
-from nobackfill.research.catalogue import digest_of_rows, rows_of
-from nobackfill.research.cells import add_class_ranges, known_to_old, read_cells
+from nobackfill.research.catalogue import digest_of_rows, list_rows
+from nobackfill.research.cells import add_class_ranges, is_class_known_to_old, read_cells
 from nobackfill.research.claims import CLAIMS
 from nobackfill.research.images import (
     check_classes,
-    development_of,
+    comparison_seeds,
+    development_preset,
     link_published,
-    place_images,
+    prepare_seed_images,
     read_published,
     require_same_images,
-    seeds_of,
     write_digits,
 )
-from nobackfill.research.pages import full_page, rewrite_tables
+from nobackfill.research.pages import results_page, rewrite_tables
 from nobackfill.research.presets import (
     DIGITS,
     PRESETS,
@@ -40,7 +40,7 @@ from nobackfill.research.presets import (
     Values,
     folder_preset,
     preset_named,
-    scaled_to,
+    scale_preset,
 )
 from nobackfill.research.protocols import ProtocolRow, summarise_protocols, write_protocols
 from nobackfill.research.published import TRAIN
@@ -52,12 +52,12 @@ from nobackfill.research.results import (
     draw_costs,
     write_results,
 )
-from nobackfill.research.rivals.rows import rivals
+from nobackfill.research.rivals.rows import list_rivals
 from nobackfill.research.rows import ComparisonPlace
 from nobackfill.research.serve import measure_costs
 from nobackfill.research.summary import MeasuredRow, summarise
-from nobackfill.research.tasks import Planned, cells_path, images_of, run_tasks
-from nobackfill.research.vector_bench import compare_vectors, page_of, read_vectors, write_bench
+from nobackfill.research.tasks import Planned, cells_path, row_images, run_tasks
+from nobackfill.research.vector_bench import bench_page, compare_vectors, read_vectors, write_bench
 from nobackfill.training.cli.command import command_app
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -256,19 +256,19 @@ def main(
     else:
         preset = preset_named(data)
     if development:
-        preset = development_of(preset)
+        preset = development_preset(preset)
     names = methods.split(",") if methods else None
     once = first_seed_methods.split(",") if first_seed_methods else ()
     command = _command(preset, seeds, methods, first_seed_methods)
-    if preset.published is not None and preset.published.protocols:
+    if preset.published_set is not None and preset.published_set.protocol_folders:
         rows = compare_by_protocols(
-            preset, images, out, seeds_of(preset, seeds), names, jobs,
+            preset, images, out, comparison_seeds(preset, seeds), names, jobs,
             first_seed_names=once, cluster=ray,
         )  # fmt: skip
         print(write_protocols(out, preset.title, rows, command, describe_machine()))
         return
     results = compare(
-        preset, images, out, seeds_of(preset, seeds), names, jobs,
+        preset, images, out, comparison_seeds(preset, seeds), names, jobs,
         first_seed_names=once, command=command, cluster=ray,
     )  # fmt: skip
     _write(out, preset, results)
@@ -289,18 +289,18 @@ def _compare_vectors(
     results = compare_vectors(
         read_vectors(files),
         names=methods.split(",") if methods else None,
-        pairs=pairs,
-        seeds=seeds,
+        pair_count=pairs,
+        seed_count=seeds,
         command=" ".join(words),
         machine=describe_machine(),
-        registry=None if width is None else rivals(inner_dim=width),
+        registry=None if width is None else list_rivals(inner_dim=width),
     )
     write_bench(out, files[0].stem, results)
-    print(page_of(results))
+    print(bench_page(results))
 
 
 def _write(out: Path, preset: Preset, results: Results) -> None:
-    text = full_page(results)
+    text = results_page(results)
     write_results(out / f"{preset.title}.json", results)
     write_file(out / f"{preset.title}.md", text.encode(), 0o644)
     drawing = draw_costs(cost_points(results), f"Quality and cost on {preset.title}")
@@ -317,7 +317,7 @@ def _command(
     words += [f"--methods {methods}"] if methods else []
     words += [f"--once {first_seed_methods}"] if first_seed_methods else []
     words += ["--images FOLDER"] if preset.test_share is None else []
-    words += ["--development"] if preset.development else []
+    words += ["--development"] if preset.is_development else []
     return " ".join(words)
 
 
@@ -327,7 +327,7 @@ def compare(
     out: Path,
     seeds: Sequence[int],
     names: Sequence[str] | None,
-    jobs: int,
+    job_count: int,
     changes: Mapping[str, Values] | None = None,
     first_seed_names: Sequence[str] = (),
     command: str = "compare()",
@@ -345,8 +345,8 @@ def compare(
         out: the folder of the comparisons.
         seeds: the seeds, at least one. With one seed, no claim is decided.
         names: groups and methods; None or none: the preset's own.
-        jobs: the number of processes; with 1 everything runs in this process, on one thread. It is
-            ignored with a cluster.
+        job_count: the number of processes; with 1 everything runs in this process, on one thread.
+            It is ignored with a cluster.
         changes: keys that replace those of the preset's configurations, by kind; None: none.
         first_seed_names: more groups and methods, only for the first seed.
         command: the command line to record.
@@ -370,7 +370,7 @@ def compare(
         IndexError: there is no seed.
     """
     planned = _measured(
-        preset, images, out, seeds, names, jobs, changes or {}, first_seed_names, cluster
+        preset, images, out, seeds, names, job_count, changes or {}, first_seed_names, cluster
     )
     # Costs of the first place; they are equal for all seeds and splits.
     cost_of, rows = measure_costs(planned[0][1]), _collect(planned)
@@ -386,7 +386,7 @@ def compare_by_protocols(
     out: Path,
     seeds: Sequence[int],
     names: Sequence[str] | None,
-    jobs: int,
+    job_count: int,
     changes: Mapping[str, Values] | None = None,
     first_seed_names: Sequence[str] = (),
     cluster: str | None = None,
@@ -397,21 +397,21 @@ def compare_by_protocols(
 
     Args:
         preset: a comparison whose `published` has protocols.
-        images, out, seeds, names, jobs, changes, first_seed_names, cluster: as in `compare`.
+        images, out, seeds, names, job_count, changes, first_seed_names, cluster: as in `compare`.
 
     Raises:
         NobackfillError: as in `compare`; NotFoundError also if FOLDER has another layout.
         ValueError: a figure has no query with an answer.
     """
     planned = _measured(
-        preset, images, out, seeds, names, jobs, changes or {}, first_seed_names, cluster
+        preset, images, out, seeds, names, job_count, changes or {}, first_seed_names, cluster
     )
     rows: dict[str, MeasuredRow] = {}
     for place, described in planned:
         for row in described:
             cells = read_cells(cells_path(place, row))
             assert cells is not None
-            rows.setdefault(row.name, MeasuredRow(row, [])).runs.append(cells)
+            rows.setdefault(row.name, MeasuredRow(row, [])).cells_by_seed.append(cells)
     return summarise_protocols(rows)
 
 
@@ -437,9 +437,9 @@ def _measured(
         for seed in seeds:
             for split in preset.splits:
                 place = _place(preset, split, seed, root, source, changes)
-                own = preset.groups if split.name == MAIN else preset.unseen_groups
+                own = preset.row_groups if split.name == MAIN else preset.unseen_row_groups
                 more = first_seed_names if seed == seeds[0] else ()
-                planned.append((place, rows_of(place, (*(names or own), *more))))
+                planned.append((place, list_rows(place, (*(names or own), *more))))
         started = time.monotonic()
         run_tasks(planned, jobs, cluster)
         seconds = time.monotonic() - started
@@ -465,7 +465,7 @@ def _source(preset: Preset, images: Path | None, root: Path) -> tuple[Preset, Pa
     if preset.name == DIGITS.name:
         write_digits(root / "digits")
         return preset, root / "digits"
-    data = preset.published
+    data = preset.published_set
     if images is None:
         raise ConfigurationError(
             f"--data {preset.name} needs --images FOLDER with "
@@ -473,16 +473,16 @@ def _source(preset: Preset, images: Path | None, root: Path) -> tuple[Preset, Pa
                 "the folders train and test; write it with: "
                 "python -m nobackfill.training.data.cifar100 FOLDER"
                 if data is None
-                else data.layout
+                else data.expected_layout
             )
         )
     if data is not None:
         parts = read_published(data, images)
-        if not data.complete:
-            preset = scaled_to(preset, len(parts[TRAIN].class_names))
-        classes = max(split.new for split in preset.splits)
+        if not data.requires_all_classes:
+            preset = scale_preset(preset, len(parts[TRAIN].class_names))
+        classes = max(split.new_class_count for split in preset.splits)
         return preset, link_published(data, images, parts, classes, root)
-    classes = max(split.new for split in preset.splits)
+    classes = max(split.new_class_count for split in preset.splits)
     check_classes(images if preset.test_share is not None else images / "train", classes)
     require_same_images(images, preset.test_share, root)
     return preset, images
@@ -496,7 +496,7 @@ def _place(
     source: Path,
     changes: Mapping[str, Values],
 ) -> ComparisonPlace:
-    images = place_images(preset, source, root, seed)
+    images = prepare_seed_images(preset, source, root, seed)
     return ComparisonPlace(preset, split, seed, images, root / f"seed-{seed}" / split.name, changes)
 
 
@@ -511,9 +511,9 @@ def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
             assert cells is not None
             ends = (row.old_run.folder, row.test_folder)
             if ends not in masks:
-                masks[ends] = known_to_old(row, images_of(place, row))
+                masks[ends] = is_class_known_to_old(row, row_images(place, row))
             split = splits.setdefault(place.split.name, {})
-            split.setdefault(row.name, MeasuredRow(row, [])).runs.append(
+            split.setdefault(row.name, MeasuredRow(row, [])).cells_by_seed.append(
                 add_class_ranges(cells, masks[ends])
             )
     return splits

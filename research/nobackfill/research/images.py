@@ -52,7 +52,7 @@ def write_digits(folder: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    incomplete = start_folder(folder)
+    incomplete = make_partial_folder(folder)
     for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         path = incomplete / str(digit) / f"{number:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def write_digits(folder: Path) -> None:
     incomplete.rename(folder)
 
 
-def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
+def link_train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
     """Link images as INTO/train/CLASS and INTO/test/CLASS; existing folders stay as they are.
 
     The number of test images of a class is rounded down: a small class may have none. Existing
@@ -112,8 +112,8 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
     of another image that keeps its length is not noticed.
 
     Args:
-        images: the images, as in `train_and_test`.
-        share: as in `train_and_test`; only whether it is None counts.
+        images: the images, as in `link_train_and_test`.
+        share: as in `link_train_and_test`; only whether it is None counts.
         root: the folder of the comparison, made if missing.
 
     Raises:
@@ -181,39 +181,45 @@ def read_published(data: PublishedSet, images: Path) -> dict[str, ImageListing]:
         images: the folder of its files.
 
     Returns:
-        The images by part, a key of `PublishedSet.parts`.
+        The images by part, a key of `PublishedSet.part_listings`.
 
     Raises:
         NotFoundError: the folder has another layout; the message names the expected one.
         PermissionError: this user may not list a folder.
     """
     try:
-        parts = {name: read(images) for name, read in data.parts.items()}
-        for protocol in protocols_of(data, images):
+        parts = {name: read(images) for name, read in data.part_listings.items()}
+        for protocol in available_protocols(data, images):
             with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as scratch:
-                protocol_named(protocol)(images / data.protocols[protocol], Path(scratch))
+                protocol_named(protocol)(images / data.protocol_folders[protocol], Path(scratch))
     except (ConfigurationError, InvalidInputError, NotFoundError) as error:
-        raise NotFoundError(f"--images {images}: expected {data.layout} in it; {error}") from error
-    for protocol in data.protocols.keys() - set(protocols_of(data, images)):
+        raise NotFoundError(
+            f"--images {images}: expected {data.expected_layout} in it; {error}"
+        ) from error
+    for protocol in data.protocol_folders.keys() - set(available_protocols(data, images)):
         print(
-            f"compare.py: {images / data.protocols[protocol]} does not exist, so nothing is "
+            f"compare.py: {images / data.protocol_folders[protocol]} does not exist, so nothing is "
             f"measured by {protocol}",
             file=sys.stderr,
         )
     return parts
 
 
-def protocols_of(data: PublishedSet, images: Path) -> list[str]:
+def available_protocols(data: PublishedSet, images: Path) -> list[str]:
     """Return the test protocols whose folder exists, and the first one in any case."""
     return [
         name
-        for number, (name, folder) in enumerate(data.protocols.items())
+        for number, (name, folder) in enumerate(data.protocol_folders.items())
         if not number or (images / folder).is_dir()
     ]
 
 
 def link_published(
-    data: PublishedSet, images: Path, parts: Mapping[str, ImageListing], classes: int, root: Path
+    data: PublishedSet,
+    images: Path,
+    parts: Mapping[str, ImageListing],
+    class_count: int,
+    root: Path,
 ) -> Path:
     """Link the parts of a published data set as ROOT/published/PART/CLASS; return ROOT/published.
 
@@ -223,7 +229,7 @@ def link_published(
         data: the set.
         images: the folder of its files, to which ROOT/published/protocols links.
         parts: its images, as of `read_published`.
-        classes: the number of classes that the models learn.
+        class_count: the number of classes that the models learn.
         root: the folder of the comparison.
 
     Raises:
@@ -232,16 +238,17 @@ def link_published(
         CannotWriteError, OSError: ROOT cannot be written.
     """
     found = len(parts[TRAIN].class_names)
-    if found < classes:
+    if found < class_count:
         raise InvalidInputError(
-            f"--images {images}: expected {data.layout} in it, and so {classes} classes to train "
-            f"on; got {found}. For a part of the set, compare its folder of class folders by --data"
+            f"--images {images}: expected {data.expected_layout} in it, and so {class_count} "
+            f"classes to train on; got {found}. For a part of the set, compare its folder of class "
+            "folders by --data"
         )
     _require_same(parts.values(), images, root)
     linked = root / "published"
     for name, listing in parts.items():
         link_images(listing, _class_of(listing), linked / name)
-    if data.protocols and not (linked / PROTOCOLS).is_dir():
+    if data.protocol_folders and not (linked / PROTOCOLS).is_dir():
         (linked / PROTOCOLS).unlink(missing_ok=True)
         (linked / PROTOCOLS).symlink_to(images.resolve())
     return linked
@@ -268,7 +275,7 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
     """
     listing = list_images(train)
     allocation = allocate_images(name, listing.labels, seed=seed)
-    for part, rows in (("old", allocation.old), ("new", allocation.new)):
+    for part, rows in (("old", allocation.old_rows), ("new", allocation.new_rows)):
         selected = listing.select(rows)
         link_images(selected, _class_of(selected), into / part)
 
@@ -294,7 +301,9 @@ def link_share(train: Path, into: Path, share: float, seed: int) -> None:
     """
     listing = list_images(train)
     # One seed permutes a class in one way, so every share is the beginning of one order.
-    selected = listing.select(allocate_images("extended-data", listing.labels, share, seed).old)
+    selected = listing.select(
+        allocate_images("extended-data", listing.labels, share, seed).old_rows
+    )
     link_images(selected, _class_of(selected), into)
 
 
@@ -327,16 +336,16 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
     link_images(listing, [listing.class_names[label] for label in labels], into)
 
 
-def link_later_classes(images: Path, into: Path, first: int) -> None:
-    """Link the images of IMAGES below INTO, without its first `first` classes by name.
+def link_later_classes(images: Path, into: Path, first_class: int) -> None:
+    """Link the images of IMAGES below INTO, without its first `first_class` classes by name.
 
-    An existing folder stays as it is, also for another `first`.
+    An existing folder stays as it is, also for another `first_class`.
 
     Args:
         images: the images, as class folders.
         into: the folder.
-        first: the number of classes to leave out; 0 or less leaves out none, and with all of them,
-            or more, INTO is empty.
+        first_class: the number of classes to leave out; 0 or less leaves out none, and with all of
+            them, or more, INTO is empty.
 
     Raises:
         ConfigurationError: IMAGES cannot be read.
@@ -345,7 +354,7 @@ def link_later_classes(images: Path, into: Path, first: int) -> None:
         PermissionError: this user may not list IMAGES.
     """
     listing = list_images(images)
-    selected = listing.select(np.flatnonzero(listing.labels >= first))
+    selected = listing.select(np.flatnonzero(listing.labels >= first_class))
     link_images(selected, _class_of(selected), into)
 
 
@@ -367,7 +376,7 @@ def link_images(listing: ImageListing, class_names: Iterable[str], into: Path) -
     """
     if into.is_dir():
         return
-    incomplete = start_folder(into)
+    incomplete = make_partial_folder(into)
     for path, class_name in zip(listing.paths, class_names, strict=True):
         target = incomplete / class_name / f"{path.replace('/', '__')}"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -379,7 +388,7 @@ def _class_of(listing: ImageListing) -> list[str]:
     return [listing.class_names[label] for label in listing.labels]
 
 
-def start_folder(folder: Path) -> Path:
+def make_partial_folder(folder: Path) -> Path:
     """Make an empty folder FOLDER.part, which the caller renames to FOLDER when it is complete.
 
     A folder of this name that an earlier process left is removed. Two processes must not make one
@@ -401,23 +410,23 @@ def start_folder(folder: Path) -> Path:
     return incomplete
 
 
-def check_classes(images: Path, least: int) -> None:
+def check_classes(images: Path, min_class_count: int) -> None:
     """Check that a folder has the classes of a preset.
 
     Args:
         images: the folder of class folders.
-        least: the number of classes that the preset needs.
+        min_class_count: the number of classes that the preset needs.
 
     Raises:
-        InvalidInputError: there are fewer than `least` class folders, or one is empty.
+        InvalidInputError: there are fewer than `min_class_count` class folders, or one is empty.
         ConfigurationError: the folder cannot be read.
         PermissionError: this user may not list the folder.
     """
     count = len(list_images(images).class_names)
-    if count < least:
+    if count < min_class_count:
         raise InvalidInputError(
-            f"{images}: expected at least {least} class folders for this comparison, got {count}; "
-            "add folders"
+            f"{images}: expected at least {min_class_count} class folders for this comparison, got "
+            f"{count}; add folders"
         )
 
 
@@ -429,17 +438,17 @@ TABLE_PARTITION = 1000
 TEST_SHARE = 0.3
 
 
-def seeds_of(preset: Preset, count: int) -> range:
+def comparison_seeds(preset: Preset, count: int) -> range:
     """Return the seeds of a table (1000, 1001, …), or of its development split (0, 1, …).
 
     Args:
         preset: the comparison.
         count: the number of seeds; 0 gives none.
     """
-    return range(count) if preset.development else range(TABLE_SEEDS, TABLE_SEEDS + count)
+    return range(count) if preset.is_development else range(TABLE_SEEDS, TABLE_SEEDS + count)
 
 
-def development_of(preset: Preset) -> Preset:
+def development_preset(preset: Preset) -> Preset:
     """Return the comparison for selecting the options of `preset`; rows and configurations stay.
 
     Its classes are those that every model of the preset knows, divided again. Published test
@@ -449,7 +458,7 @@ def development_of(preset: Preset) -> Preset:
     this is not checked.
     """
     # Further classes are the tables' unseen ones.
-    known = min(split.new for split in preset.splits)
+    known = min(split.new_class_count for split in preset.splits)
     unseen = max(2, known // 5)
     new = known - unseen
     half = known // 2
@@ -457,12 +466,12 @@ def development_of(preset: Preset) -> Preset:
         Split("main", half, known, 0, known, max(2, known // 4), half),
         Split("unseen", (new + 1) // 2, new, new, known),
     )
-    published = preset.published and replace(preset.published, protocols={})
-    return replace(preset, splits=splits, development=True, published=published)
+    published = preset.published_set and replace(preset.published_set, protocol_folders={})
+    return replace(preset, splits=splits, is_development=True, published_set=published)
 
 
-def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
-    """Link images as INTO/train and INTO/test from the first `classes` classes of TRAIN.
+def link_development_images(train: Path, into: Path, class_count: int, seed: int) -> None:
+    """Link images as INTO/train and INTO/test from the first `class_count` classes of TRAIN.
 
     TRAIN's images are divided again: 30 % of each class become test images. Class names start with
     their place in an order drawn by `seed`, so that each seed has other old, new and unseen
@@ -473,7 +482,7 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
     Args:
         train: a table's training images.
         into: the folder.
-        classes: the number of first classes to use, at least 1.
+        class_count: the number of first classes to use, at least 1.
         seed: chooses the order of the classes and the test images, at least 0; a seed gives the
             same again.
 
@@ -484,23 +493,25 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
         OSError: INTO cannot be written.
         PermissionError: this user may not list TRAIN.
     """
-    listing = list_images(train, classes)
-    order = np.random.default_rng(seed).permutation(classes)
+    listing = list_images(train, class_count)
+    order = np.random.default_rng(seed).permutation(class_count)
     names = [f"{order[label]:04d}-{name}" for label, name in enumerate(listing.class_names)]
     for part, rows in zip(("train", "test"), hold_out(listing, TEST_SHARE, seed), strict=True):
         selected = listing.select(rows)
         link_images(selected, [names[label] for label in selected.labels], into / part)
 
 
-def names_without_place(classes: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Remove the place in front of class names of `development_images`: "0003-cat" gives "cat".
+def remove_name_places(classes: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Remove the place in front of class names, which `link_development_images` adds.
+
+    "0003-cat" gives "cat".
 
     The results of all seeds are therefore equal. A name without a hyphen gives an empty one.
     """
     return np.array([name.partition("-")[2] for name in classes.tolist()])
 
 
-def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
+def prepare_seed_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
     """Return the folder below ROOT with a seed's `train` and `test`; make it first if needed.
 
     All seeds of a table share one folder. A development split has one for each seed. Folders that
@@ -508,8 +519,8 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
 
     Args:
         preset: the comparison.
-        source: the images, as in `train_and_test`; of a published set those of `link_published`,
-            which all seeds of a table use as they are.
+        source: the images, as in `link_train_and_test`; of a published set those of
+            `link_published`, which all seeds of a table use as they are.
         root: the folder of the comparison.
         seed: the seed of the place, at least 0.
 
@@ -522,28 +533,30 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
         PermissionError: this user may not list SOURCE.
     """
     table = source
-    if preset.published is None:
+    if preset.published_set is None:
         table = root / f"data-{TABLE_PARTITION}"
-        train_and_test(source, table, preset.test_share, TABLE_PARTITION)
-    if not preset.development:
+        link_train_and_test(source, table, preset.test_share, TABLE_PARTITION)
+    if not preset.is_development:
         return table
     own = root / f"data-{seed}"
-    development_images(table / "train", own, max(split.new for split in preset.splits), seed)
+    link_development_images(
+        table / "train", own, max(split.new_class_count for split in preset.splits), seed
+    )
     return own
 
 
-def blur(image: Image.Image) -> Image.Image:
+def blur_image(image: Image.Image) -> Image.Image:
     """Average each pixel over its neighbourhood: 3 x 3 in images below 64 pixels, then wider."""
     return image.filter(ImageFilter.BoxBlur(max(1, image.width // 32)))
 
 
 SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
-    "blurred": blur,
+    "blurred": blur_image,
     "negative": ImageOps.invert,
 }
 
 
-def write_shifted(test: Path, into: Path) -> None:
+def write_shifted_images(test: Path, into: Path) -> None:
     """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
 
     The name of INTO selects the change. INTO must not exist, which only the last step notices; an
@@ -564,7 +577,7 @@ def write_shifted(test: Path, into: Path) -> None:
         PermissionError: this user may not list TEST.
     """
     shift, listing = SHIFTS[into.name], list_images(test)
-    incomplete = start_folder(into)
+    incomplete = make_partial_folder(into)
     for path in listing.paths:
         target = (incomplete / path).with_suffix(".png")
         target.parent.mkdir(parents=True, exist_ok=True)

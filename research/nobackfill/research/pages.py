@@ -30,10 +30,10 @@ from nobackfill.research.vector_bench import (
     BenchDifference,
     BenchResults,
     BenchRow,
-    page_of,
-    points_of,
+    bench_page,
+    describe_bench_seeds,
+    format_points,
     read_bench,
-    seeds_of_bench,
 )
 
 ENDS = ("old/old", "new/old", "new/new", "new/served")
@@ -254,7 +254,7 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
     return lines
 
 
-def full_page(results: Results) -> str:
+def results_page(results: Results) -> str:
     """Format results as the page next to their file: every row, every figure and every claim.
 
     Args:
@@ -275,7 +275,7 @@ def full_page(results: Results) -> str:
     lines += _backfills(results)
     for split, part in results.splits.items():
         lines += ["", f"## Claims, {split} classes", "", *_notes_of(part.claims)]
-        lines += claims_table(part.claims)
+        lines += format_claims(part.claims)
     return "\n".join(lines) + "\n"
 
 
@@ -306,7 +306,7 @@ def format_pair(row: RowResult | None, cell: str) -> str:
     return f"{100 * cmc1:.1f} / {100 * map_:.1f}{spread}"
 
 
-def kept_share(row: RowResult | None) -> str:
+def format_kept_share(row: RowResult | None) -> str:
     """Format the share preserved of the best new/new, CMC-1 / mAP in percent.
 
     It is "-" without a row, or for a row that is compared with no new/new.
@@ -336,7 +336,7 @@ def row_label(name: str, row: RowResult | None, results: Results) -> str:
     return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
 
 
-def seeds_line(results: Results) -> str:
+def describe_seeds(results: Results) -> str:
     """Describe in one sentence the seeds of results, and what their deviation is.
 
     For one seed it says that there is no deviation, and that no claim is decided. Seeds must
@@ -354,7 +354,7 @@ def seeds_line(results: Results) -> str:
     return f"{count} seeds ({seeds}), ± the standard deviation of mAP."
 
 
-def reference_rows(results: Results) -> str:
+def describe_reference_rows(results: Results) -> str:
     """Describe the rows with the best new/new, to which the column *kept* refers, by split.
 
     Returns:
@@ -378,12 +378,12 @@ def reference_rows(results: Results) -> str:
 
 def _about(results: Results) -> list[str]:
     return [
-        f"{seeds_line(results)} Distance: {results.metric}; CMC-1 / mAP in percent, means over "
+        f"{describe_seeds(results)} Distance: {results.metric}; CMC-1 / mAP in percent, means over "
         "seeds. *Served* is what a user gets: the gallery as it is for backward-compatible models, "
         "carried over for transforms. *Kept* is its share of the best new/new of all rows that "
-        f"learned the same: {reference_rows(results) or 'there is none'}. *Flips*: queries "
-        "answered by the old model alone and no longer. *Unseen*: tested on classes that no model "
-        f"trained on.{_limits(results)}",
+        f"learned the same: {describe_reference_rows(results) or 'there is none'}. *Flips*: "
+        "queries answered by the old model alone and no longer. *Unseen*: tested on classes that "
+        f"no model trained on.{_limits(results)}",
         "",
         f"`{results.provenance.command}`, {results.provenance.machine}.",
     ]
@@ -405,10 +405,10 @@ def _table(results: Results) -> list[str]:
     for name, row, unseen in _both(results):
         fields = [format_pair(row, cell) for cell in ENDS]
         flips = None if row is None else row.extras["negative_flips"]
-        fields += [kept_share(row), _percent(flips)]
+        fields += [format_kept_share(row), _percent(flips)]
         fields += [format_pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
         label = row_label(name, row or unseen, results)
-        lines.append(f"| {label} | {' | '.join((*fields, kept_share(unseen)))} |")
+        lines.append(f"| {label} | {' | '.join((*fields, format_kept_share(unseen)))} |")
     return lines
 
 
@@ -491,7 +491,7 @@ def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
     return any(one.verdict == "withdrawn" for one in outcomes)
 
 
-def claims_table(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
+def format_claims(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
     """Format each claim's verdict by CMC-1 and by mAP as a Markdown table.
 
     Differences are in percentage points, with the bounds of their interval in brackets.
@@ -567,8 +567,8 @@ def rewrite_tables(page: Path) -> list[Path]:
             text.
         OSError: the document or a results file cannot be read.
         UnicodeDecodeError: the document is not UTF-8.
-        KeyError, IndexError: results lack a figure or have no seeds, as in `full_page` and
-            `short_table`.
+        KeyError, IndexError: results lack a figure or have no seeds, as in `results_page` and
+            `format_short_table`.
     """
     if not page.is_file():
         raise NotFoundError(
@@ -587,13 +587,13 @@ def rewrite_tables(page: Path) -> list[Path]:
             measured = [_write_bench_page(page.parent / name) for name in names]
             links = [name.removesuffix(".json") + ".md" for name in names]
             first = f"<!-- vectors: {mark[3]} -->"
-            return "\n".join([first, *vectors_table(measured, links), _END])
+            return "\n".join([first, *format_benches(measured, links), _END])
         file = page.parent / mark[1]
         results = _write_full_page(file)
         files.append(file)
         link = mark[1].removesuffix(".json") + ".md"
         first = f"<!-- results: {mark[1]}{mark[2] or ''} -->"
-        return "\n".join([first, *short_table(results, link, brief=bool(mark[2])), _END])
+        return "\n".join([first, *format_short_table(results, link, brief=bool(mark[2])), _END])
 
     text = _MARKED.sub(replacement, text)
     if not files:
@@ -607,13 +607,13 @@ def rewrite_tables(page: Path) -> list[Path]:
 
 def _write_full_page(file: Path) -> Results:
     results = read_results(file)
-    write_file(file.with_suffix(".md"), full_page(results).encode(), 0o644)
+    write_file(file.with_suffix(".md"), results_page(results).encode(), 0o644)
     return results
 
 
 def _write_bench_page(file: Path) -> BenchResults:
     results = read_bench(file)
-    write_file(file.with_suffix(".md"), page_of(results).encode(), 0o644)
+    write_file(file.with_suffix(".md"), bench_page(results).encode(), 0o644)
     return results
 
 
@@ -645,7 +645,7 @@ class _Column:
         return differences.get(self.part, {}).get(self.figure)
 
 
-def vectors_table(benches: Sequence[BenchResults], links: Sequence[str]) -> list[str]:
+def format_benches(benches: Sequence[BenchResults], links: Sequence[str]) -> list[str]:
     """Format results of `compare.py --vectors` as one table of figures and one of differences.
 
     Args:
@@ -682,7 +682,7 @@ def vectors_table(benches: Sequence[BenchResults], links: Sequence[str]) -> list
     lines[-2] = lines[-2].replace("| method |", "| row |")
     for name in names[1:]:
         cells = [
-            points_of(one.difference(name, to_ours=ours)) for ours in (False, True)
+            format_points(one.difference(name, to_ours=ours)) for ours in (False, True)
             for one in compared
         ]  # fmt: skip
         lines.append(f"| {' | '.join((name, *cells))} |")
@@ -707,7 +707,7 @@ def _about_vectors(
             f"`{results.command}`: {results.pairs} training pairs, {tests}; all maps were fitted "
             f"in {minutes:.0f} minutes ([every figure]({link}))."
         )
-    made.append(f"{benches[0].machine}; {seeds_of_bench(benches[0])}.")
+    made.append(f"{benches[0].machine}; {describe_bench_seeds(benches[0])}.")
     maps = [name for name in names if name not in (STAY, REEMBED)]
     notes = [_wrapped(" ".join(made)), "", _wrapped(f"Best: {_best_maps(columns, maps)}.", "- ")]
     for base, to_ours in ((STAY, False), (OUR_MAP, True)):
@@ -730,7 +730,7 @@ def _best_maps(columns: Sequence[_Column], maps: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
-def short_table(results: Results, link: str, *, brief: bool = False) -> list[str]:
+def format_short_table(results: Results, link: str, *, brief: bool = False) -> list[str]:
     """Format the table of results in a document, and its notes.
 
     Args:
@@ -747,17 +747,17 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
         IndexError: the results have no seeds.
     """
     lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")
-    shown = rows_shown(results)
+    shown = list_shown_rows(results)
     for name in [name for name in shown if name in SHOWN] if brief else shown:
         row, unseen = results.main.rows[name], results.unseen(name)
         label = row_label(name, row, results)
         label = f"**{label}**" if name == OURS else label
         fields = [
             format_pair(row, SERVED),
-            kept_share(row),
+            format_kept_share(row),
             f"{100 * row.extras['negative_flips']:.1f}",
         ]
-        fields += [format_pair(unseen, SERVED), kept_share(unseen)]
+        fields += [format_pair(unseen, SERVED), format_kept_share(unseen)]
         lines.append(f"| {label} | {' | '.join(fields)} |")
     left_out = len(results.main.rows) - len(shown)
     caption = _rivals(results, link) if brief else _caption(results, link, left_out)
@@ -779,16 +779,16 @@ def is_outdated(results: Results) -> bool:
         return True
 
 
-def rows_shown(results: Results) -> list[str]:
+def list_shown_rows(results: Results) -> list[str]:
     """Return the names of the rows that a document shows, in the order of the results.
 
     They are those of SHOWN that were run, and rows that beat or tie ours.
     """
-    names = {*SHOWN, *rows_reaching_ours(results)}
+    names = {*SHOWN, *list_rows_reaching_ours(results)}
     return [name for name in results.main.rows if name in names]
 
 
-def rows_reaching_ours(results: Results) -> dict[str, list[str]]:
+def list_rows_reaching_ours(results: Results) -> dict[str, list[str]]:
     """Return by row the columns in which it beats or, as rounded, ties ours.
 
     Returns:
@@ -826,10 +826,10 @@ def _columns(results: Results, name: str) -> dict[str, float]:
 
 def _caption(results: Results, link: str, left_out: int) -> list[str]:
     made = results.provenance
-    notes = [f"`{made.command}`, {made.machine}. {seeds_line(results)}"]
+    notes = [f"`{made.command}`, {made.machine}. {describe_seeds(results)}"]
     if is_outdated(results):
         notes.append("Measured by other splits or configurations than today's.")
-    if best := reference_rows(results):
+    if best := describe_reference_rows(results):
         notes.append(f"*Kept* is held to the best new/new: {best}.")
     old = [part.rows[next(iter(part.rows))] for part in results.splits.values()]
     notes.append(
@@ -869,7 +869,8 @@ def _tested(results: Results) -> str:
     if results.data not in PRESETS:
         return ""
     counts = {
-        split.name: split.tested_end - split.tested_first for split in PRESETS[results.data].splits
+        split.name: split.tested_class_end - split.first_tested_class
+        for split in PRESETS[results.data].splits
     }
     texts = [f"{split} tests {counts[split]} classes" for split in results.splits]
     few = [split for split in results.splits if counts[split] < FEWEST_DECIDING_CLASSES]
@@ -879,14 +880,16 @@ def _tested(results: Results) -> str:
 
 def _rivals(results: Results, link: str) -> list[str]:
     text = (
-        f"{seeds_line(results)} Rows that beat or tie ours: {_reaching_named(results)}. "
+        f"{describe_seeds(results)} Rows that beat or tie ours: {_reaching_named(results)}. "
         f"[All rows, and every claim of the papers]({link})."
     )
     return [_wrapped(text)]
 
 
 def _reaching_named(results: Results) -> str:
-    rivals = [f"`{name}` ({', '.join(by)})" for name, by in rows_reaching_ours(results).items()]
+    rivals = [
+        f"`{name}` ({', '.join(by)})" for name, by in list_rows_reaching_ours(results).items()
+    ]
     return "; ".join(rivals) or "none"
 
 

@@ -8,7 +8,7 @@ from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
 from nobackfill.research import published
 from nobackfill.research.published import PublishedSet
-from nobackfill.training.config import configs, load_config
+from nobackfill.training.config import configs_folder, load_config
 
 Values = Mapping[str, object]
 # Keys that a row determines: models and images of a training, and its place.
@@ -24,24 +24,24 @@ class Split:
 
     Attributes:
         name: main, which tests every class, or unseen, which tests classes that no model learned.
-        old: the number of classes of the old model, counted from the first one.
-        new: the number of classes of the new model.
-        tested_first, tested_end: the tested classes, from the first to before the end.
-        first_of_chain, second_of_chain: numbers of classes of two older models, for chains of
-            updates; None: the split has no chains and no special settings.
+        old_class_count: the number of classes of the old model, counted from the first one.
+        new_class_count: the number of classes of the new model.
+        first_tested_class, tested_class_end: the tested classes, from the first to before the end.
+        first_chain_class_count, second_chain_class_count: numbers of classes of two older models,
+            for chains of updates; None: the split has no chains and no special settings.
     """
 
     name: str
-    old: int
-    new: int
-    tested_first: int
-    tested_end: int
-    first_of_chain: int | None = None
-    second_of_chain: int | None = None
+    old_class_count: int
+    new_class_count: int
+    first_tested_class: int
+    tested_class_end: int
+    first_chain_class_count: int | None = None
+    second_chain_class_count: int | None = None
 
 
 @dataclass(frozen=True)
-class Branch:
+class WarmUp:
     """Epochs of the common warm-up of all new models, and of each model's own training after it."""
 
     shared_epochs: int
@@ -54,22 +54,23 @@ class Preset:
 
     Attributes:
         name: the data set, as --data takes it.
-        configs: the folder of configs/ with the hyper-parameters.
+        configs_folder: the folder of configs/ with the hyper-parameters.
         splits: which classes the models learn, and which are tested.
-        autoencoder: keys in which an autoencoder's training differs from other side encoders'.
-        threads: CPU threads of a training; None: torch's choice.
+        autoencoder_changes: keys in which an autoencoder's training differs from other side
+            encoders'.
+        torch_threads: CPU threads of a training; None: torch's choice.
         dmu_hidden_dim: width of DMU's psi; 1,024 in the paper.
-        groups: groups of rows to compare without --methods.
-        unseen_groups: the same for the split with unseen test classes.
+        row_groups: groups of rows to compare without --methods.
+        unseen_row_groups: the same for the split with unseen test classes.
         test_share: share of images to test on; None: the data has a test folder.
         metric: how vectors are compared.
-        branch: all new models start from a common warm-up, which halves the time and treats them
+        warm_up: all new models start from a common warm-up, which halves the time and treats them
             alike; None: each is trained from the start.
-        development: this is a development split for selecting options, and not a table.
-        published: the layout and the test of a published data set; None: class folders.
-        new_embedder: keys in which new models differ from old ones, such as the backbone.
-        transforms: the folder of configs/ with side encoders and upgrades, if `configs` has none;
-            the image size stays that of `configs`.
+        is_development: this is a development split for selecting options, and not a table.
+        published_set: the layout and the test of a published data set; None: class folders.
+        new_embedder_changes: keys in which new models differ from old ones, such as the backbone.
+        upgrade_configs_folder: the folder of configs/ with side encoders and upgrades, if
+            `configs_folder` has none; the image size stays that of `configs_folder`.
         other_domain: the comparison whose training images are the set's part SIDE, and whose models
             FCT's Tables 9 and 14 test on this set; None: there is none.
         equal_steps: UniBCT's allocations train for as many steps as one on all images would; false:
@@ -77,27 +78,27 @@ class Preset:
     """
 
     name: str
-    configs: str
+    configs_folder: str
     splits: tuple[Split, ...]
-    autoencoder: Values
-    threads: int | None
+    autoencoder_changes: Values
+    torch_threads: int | None
     dmu_hidden_dim: int
-    groups: tuple[str, ...]
-    unseen_groups: tuple[str, ...]
+    row_groups: tuple[str, ...]
+    unseen_row_groups: tuple[str, ...]
     test_share: float | None
     metric: Metric
-    branch: Branch | None = None
-    development: bool = False
-    published: PublishedSet | None = None
-    new_embedder: Values = field(default_factory=dict)
-    transforms: str | None = None
+    warm_up: WarmUp | None = None
+    is_development: bool = False
+    published_set: PublishedSet | None = None
+    new_embedder_changes: Values = field(default_factory=dict)
+    upgrade_configs_folder: str | None = None
     equal_steps: bool = True
     other_domain: "Preset | None" = None
 
     @property
     def title(self) -> str:
         """The name of the comparison's files and tables."""
-        return f"{self.name}-development" if self.development else self.name
+        return f"{self.name}-development" if self.is_development else self.name
 
     @cached_property
     def embedder(self) -> Values:
@@ -133,7 +134,7 @@ class Preset:
         return self._transform("upgrade-1-2-fct.yaml")
 
     @cached_property
-    def ours(self) -> Values:
+    def our_upgrade(self) -> Values:
         """Hyper-parameters of h and g for our method, the default recipe.
 
         Read from configs/ once. Keys that a row determines, such as method and seed, are left out.
@@ -145,9 +146,9 @@ class Preset:
 
     def _transform(self, file: str) -> Values:
         """Read a configuration of psi or h, which another data set may lend."""
-        if self.transforms is None:
+        if self.upgrade_configs_folder is None:
             return self._configured(file)
-        values = dict(self._configured(file, self.transforms))
+        values = dict(self._configured(file, self.upgrade_configs_folder))
         # Pixels of another data set would be of no use here.
         values.pop("pixel_cache", None)
         if "image_size" in values:
@@ -155,22 +156,22 @@ class Preset:
         return values
 
     def _configured(self, file: str, folder: str | None = None) -> Values:
-        config = load_config(configs() / (folder or self.configs) / file)
+        config = load_config(configs_folder() / (folder or self.configs_folder) / file)
         values = config.model_dump(exclude_unset=True, exclude=_ROLE)
-        return values if self.threads is None else values | {"threads": self.threads}
+        return values if self.torch_threads is None else values | {"threads": self.torch_threads}
 
 
 DIGITS = Preset(
     name="digits",
-    configs="digits-8px",
+    configs_folder="digits-8px",
     splits=(
-        Split("main", 5, 10, 0, 10, first_of_chain=3, second_of_chain=6),
+        Split("main", 5, 10, 0, 10, first_chain_class_count=3, second_chain_class_count=6),
         Split("unseen", 3, 7, 7, 10),
     ),
-    autoencoder={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
-    threads=1,
+    autoencoder_changes={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
+    torch_threads=1,
     dmu_hidden_dim=256,
-    groups=(
+    row_groups=(
         "bct_family",
         "dmu_family",
         "adapted",
@@ -191,7 +192,7 @@ DIGITS = Preset(
         "parts",
         "limits",
     ),
-    unseen_groups=(
+    unseen_row_groups=(
         "bct_family",
         "dmu_family",
         "adapted",
@@ -210,116 +211,156 @@ DIGITS = Preset(
 
 CIFAR100_CPU = Preset(
     name="cifar100-cpu",
-    configs="cifar100-cpu",
+    configs_folder="cifar100-cpu",
     splits=(
-        Split("main", 50, 100, 0, 100, first_of_chain=25, second_of_chain=50),
+        Split("main", 50, 100, 0, 100, first_chain_class_count=25, second_chain_class_count=50),
         Split("unseen", 40, 80, 80, 100),
     ),
     # FCT D.4.2.
-    autoencoder={"optimizer": "adam", "lr": 3e-4, "weight_decay": 0.0},
+    autoencoder_changes={"optimizer": "adam", "lr": 3e-4, "weight_decay": 0.0},
     # One process per core with one thread each: twice as fast here as several threads.
-    threads=1,
+    torch_threads=1,
     dmu_hidden_dim=1024,
-    groups=("core",),
-    unseen_groups=("core",),
+    row_groups=("core",),
+    unseen_row_groups=("core",),
     test_share=None,
     metric="cosine",
     # A long common part, so that the independent model is no weak bound; it is trained only once.
-    branch=Branch(shared_epochs=8, own_epochs=5),
+    warm_up=WarmUp(shared_epochs=8, own_epochs=5),
 )
 
 # ResNet50-128 at 32 pixels; the schedules of FCT D.5.
 CIFAR100 = replace(
     CIFAR100_CPU,
     name="cifar100",
-    configs="cifar100",
+    configs_folder="cifar100",
     metric="l2",
-    branch=None,
-    threads=None,
-    autoencoder={**CIFAR100_CPU.autoencoder, "epochs": 100, "warmup_epochs": 5},
+    warm_up=None,
+    torch_threads=None,
+    autoencoder_changes={**CIFAR100_CPU.autoencoder_changes, "epochs": 100, "warmup_epochs": 5},
 )
 # The strong regime: the network of cifar100-cpu with twice the channels, on one GPU.
 CIFAR100_GPU = replace(
     CIFAR100_CPU,
     name="cifar100-gpu",
-    configs="cifar100-gpu",
-    groups=("strong",),
-    unseen_groups=("strong",),
-    branch=None,
+    configs_folder="cifar100-gpu",
+    row_groups=("strong",),
+    unseen_row_groups=("strong",),
+    warm_up=None,
 )
 # The protocol of FCT's public code, in which FCT, FastFill and BT2 print figures.
 CIFAR100_FCT = replace(
     CIFAR100,
     name="cifar100-fct",
-    configs="cifar100-fct",
+    configs_folder="cifar100-fct",
     splits=CIFAR100.splits[:1],
-    groups=("public_protocol",),
+    row_groups=("public_protocol",),
 )
 # Data sets of the papers, with the settings that they print. Nobody trained them here.
 IMAGENET = replace(
     CIFAR100,
     name="imagenet",
-    configs="imagenet",
-    splits=(Split("main", 500, 1000, 0, 1000, first_of_chain=250, second_of_chain=500),),
-    groups=("public_protocol",),
-    published=published.IMAGENET,
+    configs_folder="imagenet",
+    splits=(
+        Split(
+            "main", 500, 1000, 0, 1000, first_chain_class_count=250, second_chain_class_count=500
+        ),
+    ),
+    row_groups=("public_protocol",),
+    published_set=published.IMAGENET,
 )
 PLACES365 = replace(
     IMAGENET,
     name="places365",
-    configs="places365",
-    splits=(Split("main", 182, 365, 0, 365, first_of_chain=91, second_of_chain=182),),
-    published=published.PLACES365,
+    configs_folder="places365",
+    splits=(
+        Split("main", 182, 365, 0, 365, first_chain_class_count=91, second_chain_class_count=182),
+    ),
+    published_set=published.PLACES365,
     other_domain=IMAGENET,
 )
 VGGFACE2 = replace(
     IMAGENET,
     name="vggface2",
-    configs="vggface2",
+    configs_folder="vggface2",
     # Other people are tested than those of the training.
-    splits=(Split("main", 863, 8631, 0, 500, first_of_chain=431, second_of_chain=863),),
-    groups=("independent", "bct", "fct_none", "fct_alternate", "fct_raw", "residual_none"),
+    splits=(
+        Split("main", 863, 8631, 0, 500, first_chain_class_count=431, second_chain_class_count=863),
+    ),
+    row_groups=("independent", "bct", "fct_none", "fct_alternate", "fct_raw", "residual_none"),
     metric="cosine",
-    published=published.VGGFACE2,
-    new_embedder={"backbone": "resnet50"},
+    published_set=published.VGGFACE2,
+    new_embedder_changes={"backbone": "resnet50"},
 )
 GLDV2 = replace(
     IMAGENET,
     name="gldv2",
-    configs="gldv2",
-    splits=(Split("main", 24394, 81313, 0, 0, first_of_chain=20328, second_of_chain=40656),),
-    groups=("scenarios",),
+    configs_folder="gldv2",
+    splits=(
+        Split(
+            "main",
+            24394,
+            81313,
+            0,
+            0,
+            first_chain_class_count=20328,
+            second_chain_class_count=40656,
+        ),
+    ),
+    row_groups=("scenarios",),
     metric="cosine",
-    published=published.GLDV2,
-    transforms="imagenet",
+    published_set=published.GLDV2,
+    upgrade_configs_folder="imagenet",
     equal_steps=False,
 )
 IJBC = replace(
     GLDV2,
     name="ijbc",
-    configs="imdbface",
-    splits=(Split("main", 29500, 59000, 0, 0, first_of_chain=14750, second_of_chain=29500),),
-    groups=(
+    configs_folder="imdbface",
+    splits=(
+        Split(
+            "main",
+            29500,
+            59000,
+            0,
+            0,
+            first_chain_class_count=14750,
+            second_chain_class_count=29500,
+        ),
+    ),
+    row_groups=(
         *("independent", "l2", "lwf_new_data", "bct", "bct_kd", "bct_sys"),
         *("variants", "bct_chain", "bct_first_hop", "bct_second_hop", "independent_first_hop"),
     ),
-    published=published.IJBC,
+    published_set=published.IJBC,
 )
 MS1MV3 = replace(
     GLDV2,
     name="ms1mv3",
-    configs="ms1mv3",
-    splits=(Split("main", 28029, 93431, 0, 0, first_of_chain=14014, second_of_chain=28029),),
-    groups=("allocations",),
-    published=published.MS1MV3,
+    configs_folder="ms1mv3",
+    splits=(
+        Split(
+            "main",
+            28029,
+            93431,
+            0,
+            0,
+            first_chain_class_count=14014,
+            second_chain_class_count=28029,
+        ),
+    ),
+    row_groups=("allocations",),
+    published_set=published.MS1MV3,
 )
 MARKET1501 = replace(
     GLDV2,
     name="market1501",
-    configs="market1501",
-    splits=(Split("main", 375, 751, 0, 0, first_of_chain=187, second_of_chain=375),),
-    groups=("independent", "bct"),
-    published=published.MARKET1501,
+    configs_folder="market1501",
+    splits=(
+        Split("main", 375, 751, 0, 0, first_chain_class_count=187, second_chain_class_count=375),
+    ),
+    row_groups=("independent", "bct"),
+    published_set=published.MARKET1501,
 )
 PRESETS = {
     preset.name: preset
@@ -330,60 +371,68 @@ PRESETS = {
 }
 
 
-def scaled_to(preset: Preset, classes: int) -> Preset:
-    """Return a preset whose new model learns `classes` classes, and older ones their shares.
+def scale_preset(preset: Preset, class_count: int) -> Preset:
+    """Return a preset whose new model learns `class_count` classes, and older ones their shares.
 
     Tested classes stay.
 
     Args:
         preset: the comparison.
-        classes: at least 4, so that every model has one.
+        class_count: at least 4, so that every model has one.
     """
 
     def share(count: int | None, of: Split) -> int | None:
-        return None if count is None else count * classes // of.new
+        return None if count is None else count * class_count // of.new_class_count
 
     splits = tuple(
         replace(
             split,
-            old=split.old * classes // split.new,
-            new=classes,
-            first_of_chain=share(split.first_of_chain, split),
-            second_of_chain=share(split.second_of_chain, split),
+            old_class_count=split.old_class_count * class_count // split.new_class_count,
+            new_class_count=class_count,
+            first_chain_class_count=share(split.first_chain_class_count, split),
+            second_chain_class_count=share(split.second_chain_class_count, split),
         )
         for split in preset.splits
     )
     return replace(preset, splits=splits)
 
 
-def folder_preset(classes: int) -> Preset:
+def folder_preset(class_count: int) -> Preset:
     """Return the comparison of a folder of class folders, whose old model learns half the classes.
 
     A fifth of the classes, at least three, are tested as unseen ones. 30 % of each class's images
     are test images. Other settings are those of cifar100-cpu.
 
     Args:
-        classes: the number of class folders.
+        class_count: the number of class folders.
 
     Raises:
         InvalidInputError: there are fewer than 10 classes; old, new and unseen need 3 each.
     """
-    if classes < 10:
+    if class_count < 10:
         raise InvalidInputError(
             f"--data: expected a folder with at least 10 class folders to compare methods on, got "
-            f"{classes}"
+            f"{class_count}"
         )
-    unseen = max(3, classes // 5)
-    new = classes - unseen
+    unseen = max(3, class_count // 5)
+    new = class_count - unseen
     splits = (
-        Split("main", classes // 2, classes, 0, classes, max(2, classes // 4), classes // 2),
-        Split("unseen", new // 2, new, new, classes),
+        Split(
+            "main",
+            class_count // 2,
+            class_count,
+            0,
+            class_count,
+            max(2, class_count // 4),
+            class_count // 2,
+        ),
+        Split("unseen", new // 2, new, new, class_count),
     )
     return replace(
         CIFAR100_CPU,
         name="folder",
         splits=splits,
-        unseen_groups=("core_unseen",),
+        unseen_row_groups=("core_unseen",),
         test_share=0.3,
     )
 

@@ -19,8 +19,8 @@ from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import upgrade_cells
 from nobackfill.quality.criterion import INDEPENDENT, Judgement
 from nobackfill.quality.embedded import cell_vectors
-from nobackfill.research.cells import Cells, Evaluation, embedded
-from nobackfill.research.images import PROTOCOLS, protocols_of
+from nobackfill.research.cells import Cells, Evaluation, embed_row_images
+from nobackfill.research.images import PROTOCOLS, available_protocols
 from nobackfill.research.results import Figure
 from nobackfill.research.rows import ComparisonPlace, MethodRow, upper_bound_key
 from nobackfill.research.serve import NEW, OLD, TrainedImages
@@ -121,19 +121,19 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
         OSError: a checkpoint or a protocol's file cannot be read.
         NobackfillError: a process that reads images was killed.
     """
-    published = place.preset.published
+    published = place.preset.published_set
     assert published is not None
-    root, metric = place.images / PROTOCOLS, place.preset.metric
+    root, metric = place.images_folder / PROTOCOLS, place.preset.metric
     by_query: dict[str, dict[str, PerQuery]] = {}
 
     def vectors(listing: ImageListing) -> TrainedImages:
-        return embedded(
-            row, Evaluation(listing, Relevance([], []), metric, place.runs / "features")
+        return embed_row_images(
+            row, Evaluation(listing, Relevance([], []), metric, place.runs_folder / "features")
         )
 
-    for name in protocols_of(published, root):
+    for name in available_protocols(published, root):
         with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as scratch:
-            protocol = protocol_named(name)(root / published.protocols[name], Path(scratch))
+            protocol = protocol_named(name)(root / published.protocol_folders[name], Path(scratch))
             queries = gallery = vectors(protocol.queries)
             if protocol.gallery is not protocol.queries:
                 gallery = vectors(protocol.gallery)
@@ -142,7 +142,7 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
             # First elements of a longer embedding (BCT section 3.6).
             if ends.is_raw and new.shape[1] < old.shape[1]:
                 continue
-            figures = protocol.figures(
+            figures = protocol.measure(
                 *cell_vectors(ends, queries, gallery, int8=row.uses_int8), metric
             )
             stored = by_query.setdefault(cell, {})
@@ -158,7 +158,7 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
     Args:
         rows: the measured rows by name, with cells of `protocol_cells`.
     """
-    means = {name: _means(one.runs) for name, one in rows.items()}
+    means = {name: _means(one.cells_by_seed) for name, one in rows.items()}
     summary = {}
     for name, one in rows.items():
         cells = means[name]
@@ -167,7 +167,7 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
                 _shares(means[other]["new/new"])
                 for other, rival in rows.items()
                 if upper_bound_key(rival.row) == upper_bound_key(one.row)
-                and rival.row.new_run.values.get("method", INDEPENDENT) == INDEPENDENT
+                and rival.row.new_run.config_values.get("method", INDEPENDENT) == INDEPENDENT
             ),
             None,
         )
@@ -177,17 +177,17 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
                 _shares(cells[cell]) for cell in ("old/old", "new/served", "new/new")
             )
             criteria = figure_criteria(served, old, new, bound)
-        summary[name] = ProtocolRow(len(one.runs), cells, criteria)
+        summary[name] = ProtocolRow(len(one.cells_by_seed), cells, criteria)
     return summary
 
 
 def _means(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
     return {
         cell: {
-            figure: mean_and_std([float(run.by_query[cell][figure][0]) for run in runs])
+            figure: mean_and_std([float(run.figures_by_query[cell][figure][0]) for run in runs])
             for figure in figures
         }
-        for cell, figures in runs[0].by_query.items()
+        for cell, figures in runs[0].figures_by_query.items()
     }
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.errors import InvalidInputError
 from nobackfill.training.protocols.landmarks import image_path
-from nobackfill.training.protocols.persons import read_person_images, subsample
-from nobackfill.training.protocols.protocol import first_existing, read_table
+from nobackfill.training.protocols.persons import draw_per_class, read_person_images
+from nobackfill.training.protocols.protocol import first_existing_file, read_table
 
-# The keys of `PublishedSet.parts`, and the folders of their links. SIDE is the `train` of a folder
-# of its own, because whole models are trained on it, too (FCT Tables 9 and 14).
+# The keys of `PublishedSet.part_listings`, and the folders of their links. SIDE is the `train` of a
+# folder of its own, because whole models are trained on it, too (FCT Tables 9 and 14).
 TRAIN, TEST, SIDE = "train", "test", "side/train"
 
 
@@ -27,21 +27,21 @@ class PublishedSet:
     """Where a data set has its images below the folder of --images, and how it is tested.
 
     Attributes:
-        layout: the files and folders that are expected there, for error messages.
-        parts: lists the images of `train`, of `test` if they lie in class folders, and of SIDE, on
-            which SimCLR learns if that is another data set.
-        protocols: the folder of each published test protocol; the first must be there.
-        complete: the set can be had whole, so fewer classes are refused; false: the classes of the
-            models keep their shares of those that are there.
+        expected_layout: the files and folders that are expected there, for error messages.
+        part_listings: lists the images of `train`, of `test` if they lie in class folders, and of
+            SIDE, on which SimCLR learns if that is another data set.
+        protocol_folders: the folder of each published test protocol; the first must be there.
+        requires_all_classes: the set can be had whole, so fewer classes are refused; false: the
+            classes of the models keep their shares of those that are there.
     """
 
-    layout: str
-    parts: Mapping[str, Callable[[Path], ImageListing]]
-    protocols: Mapping[str, str] = field(default_factory=dict)
-    complete: bool = True
+    expected_layout: str
+    part_listings: Mapping[str, Callable[[Path], ImageListing]]
+    protocol_folders: Mapping[str, str] = field(default_factory=dict)
+    requires_all_classes: bool = True
 
 
-def class_folders(part: str, root: Path) -> ImageListing:
+def list_class_folders(part: str, root: Path) -> ImageListing:
     """List the class folders of ROOT/PART.
 
     Raises:
@@ -52,7 +52,7 @@ def class_folders(part: str, root: Path) -> ImageListing:
     return list_images(root / part)
 
 
-def fifty_of_each(root: Path) -> ImageListing:
+def list_fifty_images_per_subject(root: Path) -> ImageListing:
     """List 50 images of each subject of ROOT/test, VGGFace2's test set (fct.txt section 4.2).
 
     They are the same at every call.
@@ -63,10 +63,10 @@ def fifty_of_each(root: Path) -> ImageListing:
         PermissionError: this user may not list it.
     """
     listing = list_images(root / "test")
-    return listing.select(subsample(listing))
+    return listing.select(draw_per_class(listing))
 
 
-def market_people(root: Path) -> ImageListing:
+def list_market1501_persons(root: Path) -> ImageListing:
     """List ROOT/bounding_box_train of Market-1501, a class for each person.
 
     Raises:
@@ -76,13 +76,13 @@ def market_people(root: Path) -> ImageListing:
     """
     folder = root / "bounding_box_train"
     people = read_person_images(folder)
-    numbers, labels = np.unique(people.persons, return_inverse=True)
+    numbers, labels = np.unique(people.person_ids, return_inverse=True)
     names = tuple(f"{number:04d}" for number in numbers.tolist())
     paths = tuple(path.name for path in people.paths)
     return ImageListing(folder, names, paths, np.asarray(labels, np.int64))
 
 
-def clean_landmarks(root: Path) -> ImageListing:
+def list_clean_landmarks(root: Path) -> ImageListing:
     """List the images of Google Landmarks v2's train_clean.csv, a class for each landmark.
 
     The file has the columns landmark_id and images. The images lie in ROOT/train by the first three
@@ -94,7 +94,7 @@ def clean_landmarks(root: Path) -> ImageListing:
             than 131,072 characters, a landmark's number that is none, or an id of fewer than three
             characters.
     """
-    path = first_existing(root / "train_clean.csv", root / "train" / "train_clean.csv")
+    path = first_existing_file(root / "train_clean.csv", root / "train" / "train_clean.csv")
     names: list[str] = []
     paths: list[str] = []
     labels: list[int] = []
@@ -112,39 +112,39 @@ def clean_landmarks(root: Path) -> ImageListing:
     return ImageListing(root / "train", tuple(names), tuple(paths), np.array(labels, np.int64))
 
 
-_TRAIN = partial(class_folders, "train")
+_TRAIN = partial(list_class_folders, "train")
 IMAGENET = PublishedSet(
     "train/SYNSET/*.JPEG and val/SYNSET/*.JPEG, 1,000 synsets",
-    {TRAIN: _TRAIN, TEST: partial(class_folders, "val")},
+    {TRAIN: _TRAIN, TEST: partial(list_class_folders, "val")},
 )
 PLACES365 = PublishedSet(
     "train/CLASS/*.jpg and val/CLASS/*.jpg, 365 classes, and imagenet/train/SYNSET/*.JPEG, on "
     "which SimCLR learns (a link will do)",
     {
         TRAIN: _TRAIN,
-        TEST: partial(class_folders, "val"),
-        SIDE: partial(class_folders, "imagenet/train"),
+        TEST: partial(list_class_folders, "val"),
+        SIDE: partial(list_class_folders, "imagenet/train"),
     },
 )
 VGGFACE2 = PublishedSet(
     "train/SUBJECT/*.jpg, 8,631 subjects, and test/SUBJECT/*.jpg, 50 or more images each",
-    {TRAIN: _TRAIN, TEST: fifty_of_each},
+    {TRAIN: _TRAIN, TEST: list_fifty_images_per_subject},
 )
 GLDV2 = PublishedSet(
     "train_clean.csv, train/0/1/2/012….jpg, index/ and test/ as for evaluate.py --protocol gldv2, "
     "and for two more test sets roxford5k/ and rparis6k/",
-    {TRAIN: clean_landmarks},
+    {TRAIN: list_clean_landmarks},
     {"gldv2": ".", "roxford5k": "roxford5k", "rparis6k": "rparis6k"},
 )
 _FACES = (
     "train/PERSON/*.jpg ({}), and IJB-C's meta/ and loose_crop/ as for evaluate.py --protocol ijbc"
 )
 IJBC = PublishedSet(
-    _FACES.format("IMDB-Face, cropped"), {TRAIN: _TRAIN}, {"ijbc": "."}, complete=False
+    _FACES.format("IMDB-Face, cropped"), {TRAIN: _TRAIN}, {"ijbc": "."}, requires_all_classes=False
 )
 MS1MV3 = PublishedSet(_FACES.format("MS1Mv3, 93,431 people"), {TRAIN: _TRAIN}, {"ijbc": "."})
 MARKET1501 = PublishedSet(
     "bounding_box_train/, query/ and bounding_box_test/ with *.jpg",
-    {TRAIN: market_people},
+    {TRAIN: list_market1501_persons},
     {"market1501": "."},
 )

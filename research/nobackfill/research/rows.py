@@ -103,7 +103,7 @@ class RowName(StrEnum):
 OURS = RowName.RESIDUAL_SIMCLR
 
 
-def row_in(setting: str, row: str | int) -> str:
+def setting_row_name(setting: str, row: str | int) -> str:
     """Return the name of a row in a special setting, such as a domain: "SETTING:ROW". Neither part
     is checked."""
     return f"{setting}:{row}"
@@ -120,11 +120,11 @@ class TrainingRun:
     """A training that may not have run yet.
 
     Attributes:
-        values: the keys of its configuration.
+        config_values: the keys of its configuration.
         prerequisites: the trainings whose models it reads; of an upgrade the old model is first.
     """
 
-    values: Values
+    config_values: Values
     prerequisites: tuple["TrainingRun", ...] = ()
 
     @property
@@ -134,7 +134,7 @@ class TrainingRun:
         Raises:
             KeyError: `values` lacks the key run_dir.
         """
-        folder = self.values["run_dir"]
+        folder = self.config_values["run_dir"]
         assert isinstance(folder, Path)
         return folder
 
@@ -147,17 +147,18 @@ class ComparisonPlace:
         preset: the comparison.
         split: the classes of the models.
         seed: the seed.
-        images: the folder with `train` and `test`.
-        runs: the folder of the run folders.
-        changes: keys that replace those of the preset, by kind, such as fewer epochs in tests.
+        images_folder: the folder with `train` and `test`.
+        runs_folder: the folder of the run folders.
+        config_changes: keys that replace those of the preset, by kind, such as fewer epochs in
+            tests.
     """
 
     preset: Preset
     split: Split
     seed: int
-    images: Path
-    runs: Path
-    changes: Mapping[str, Values] = field(default_factory=dict)
+    images_folder: Path
+    runs_folder: Path
+    config_changes: Mapping[str, Values] = field(default_factory=dict)
 
     def embedder(
         self,
@@ -166,7 +167,7 @@ class ComparisonPlace:
         classes: int | None,
         role: str,
         old: TrainingRun | None = None,
-        begun: TrainingRun | None = None,
+        initial_run: TrainingRun | None = None,
         images: Path | None = None,
         **values: Any,
     ) -> TrainingRun:
@@ -180,7 +181,7 @@ class ComparisonPlace:
             classes: the number of first classes to learn; None: all of the images.
             role: determines the random seed, so that competing methods start alike.
             old: the old model of a compatible method; None: none.
-            begun: the run whose weights the training starts from; None: random weights.
+            initial_run: the run whose weights the training starts from; None: random weights.
             images: the training images; None: the place's own.
             values: further keys of the configuration, which replace others.
 
@@ -193,16 +194,16 @@ class ComparisonPlace:
         """
         config: dict[str, object] = {
             **self._common("embedder", self._embedder(role), name, role),
-            "images": images or self.images / "train",
+            "images": images or self.images_folder / "train",
             "classes": classes,
             **({"old": old.folder} if old else {}),
-            **({"init": begun.folder} if begun else {}),
+            **({"init": initial_run.folder} if initial_run else {}),
             **values,
         }
-        return TrainingRun(config, tuple(run for run in (old, begun) if run))
+        return TrainingRun(config, tuple(run for run in (old, initial_run) if run))
 
     def _embedder(self, role: str) -> Values:
-        new = self.preset.new_embedder if role == "new" else {}
+        new = self.preset.new_embedder_changes if role == "new" else {}
         return {**self.preset.embedder, **new}
 
     def side_encoder(
@@ -234,12 +235,14 @@ class ComparisonPlace:
             The description; nothing is trained or written, and the keys are checked at the
             training.
         """
-        base, published = _side_values(self.preset, kind), self.preset.published
-        elsewhere = published is not None and SIDE in published.parts and kind not in _OF_OLD
+        base, published = _side_values(self.preset, kind), self.preset.published_set
+        elsewhere = (
+            published is not None and SIDE in published.part_listings and kind not in _OF_OLD
+        )
         return TrainingRun(
             {
                 **self._common("side_encoder", base, name, "side"),
-                "images": self.images / (SIDE if elsewhere else "train"),
+                "images": self.images_folder / (SIDE if elsewhere else "train"),
                 "classes": None if elsewhere else classes,
                 "side_info": kind,
                 **({"embedder": embedder.folder} if embedder else {}),
@@ -279,10 +282,12 @@ class ComparisonPlace:
             training.
         """
         prerequisites = [old, new]
-        base = self.preset.ours if values.get("method") == OUR_METHOD else self.preset.upgrade
+        base = (
+            self.preset.our_upgrade if values.get("method") == OUR_METHOD else self.preset.upgrade
+        )
         config: dict[str, object] = {
             **self._common("upgrade", base, name, "upgrade"),
-            "images": self.images / "train",
+            "images": self.images_folder / "train",
             "classes": classes,
             "old": old.folder,
             "new": new.folder,
@@ -301,8 +306,8 @@ class ComparisonPlace:
         return {
             "kind": kind,
             **base,
-            **self.changes.get(kind, {}),
-            "run_dir": self.runs / name,
+            **self.config_changes.get(kind, {}),
+            "run_dir": self.runs_folder / name,
             "seed": 100 * self.seed + roles.index(role),
             # The same for all, so that all models hold out the same images.
             "split_seed": 0,
@@ -328,7 +333,7 @@ def _side_values(preset: Preset, kind: str) -> Values:
         return {**old_options, "side_info_dim": 2 * dim if kind == "inner_simclr" else dim}
     if kind == "autoencoder":
         views = {"augmentation": preset.embedder["augmentation"]}
-        return {**preset.side_encoder, **views, **preset.autoencoder}
+        return {**preset.side_encoder, **views, **preset.autoencoder_changes}
     if kind == "vicreg":
         # Its terms have weights of 25: with SimCLR's rate the first steps would diverge.
         return {**preset.side_encoder, "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
@@ -364,7 +369,7 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
         return
     for prerequisite in run.prerequisites:
         ensure_trained(prerequisite, trained)
-    train(parse_config(dict(run.values), str(run.folder)), ProgressBars(visible=False))
+    train(parse_config(dict(run.config_values), str(run.folder)), ProgressBars(visible=False))
     trained.add(run.folder)
 
 
@@ -415,7 +420,7 @@ def upper_bound_key(row: MethodRow) -> tuple[object, ...]:
     Raises:
         KeyError: the new model's configuration lacks its images, classes or backbone.
     """
-    new = row.new_run.values
+    new = row.new_run.config_values
     return row.test_folder, new["images"], new["classes"], new["backbone"], new.get("width")
 
 
@@ -426,23 +431,23 @@ class SharedModels:
         self.place, self.split = place, place.split
 
     @cached_property
-    def old(self) -> TrainingRun:
+    def old_model(self) -> TrainingRun:
         """The old model, phi_old."""
-        return self.place.embedder("old", classes=self.split.old, role="old")
+        return self.place.embedder("old", classes=self.split.old_class_count, role="old")
 
     @cached_property
-    def new(self) -> TrainingRun:
+    def new_model(self) -> TrainingRun:
         """The new model phi_new*, trained independently of phi_old."""
         return self._new("new")
 
     @cached_property
     def _begun(self) -> TrainingRun | None:
         """The common warm-up of the new models."""
-        branch = self.place.preset.branch
+        branch = self.place.preset.warm_up
         if branch is None:
             return None
         return self.place.embedder(
-            "new-begun", classes=self.split.new, role="new", epochs=branch.shared_epochs
+            "new-begun", classes=self.split.new_class_count, role="new", epochs=branch.shared_epochs
         )
 
     def _new(
@@ -452,14 +457,19 @@ class SharedModels:
         begun: TrainingRun | None = None,
         **values: Any,
     ) -> TrainingRun:
-        branch = self.place.preset.branch
+        branch = self.place.preset.warm_up
         if branch is not None:
             values["epochs"] = branch.own_epochs
         return self.place.embedder(
-            name, classes=self.split.new, role="new", old=old, begun=begun or self._begun, **values
+            name,
+            classes=self.split.new_class_count,
+            role="new",
+            old=old,
+            initial_run=begun or self._begun,
+            **values,
         )
 
-    def side(self, kind: str, width: int | None = None) -> TrainingRun:
+    def side_encoder(self, kind: str, width: int | None = None) -> TrainingRun:
         """Describe an encoder of side-information, trained on the old model's classes.
 
         Equal arguments describe the same run. `kind` and `width` are checked at the training.
@@ -473,14 +483,14 @@ class SharedModels:
             name, size = f"{name}-{width}", {"side_info_dim": width}
         return self.place.side_encoder(
             name,
-            classes=self.split.old,
+            classes=self.split.old_class_count,
             kind=kind,
-            embedder=self.old if kind in ("inner", "inner_simclr") else None,
-            simclr=self.side("simclr") if kind == "inner_simclr" else None,
+            embedder=self.old_model if kind in ("inner", "inner_simclr") else None,
+            simclr=self.side_encoder("simclr") if kind == "inner_simclr" else None,
             **size,
         )
 
-    def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:
+    def compatible_model(self, name: str, method: str, **options: Any) -> TrainingRun:
         """Describe a new model that is trained to be compatible with phi_old.
 
         Args:
@@ -494,9 +504,9 @@ class SharedModels:
         """
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
-        return self._new(name, self.old, method=method, options=options)
+        return self._new(name, self.old_model, method=method, options=options)
 
-    def adapted(self, name: str, method: str, **values: Any) -> TrainingRun:
+    def adapted_model(self, name: str, method: str, **values: Any) -> TrainingRun:
         """Describe a new model that starts from phi_new* and is adapted to the old space.
 
         Args:
@@ -507,9 +517,9 @@ class SharedModels:
         Returns:
             The run; nothing is trained, and the keys are checked at the training.
         """
-        return self._new(name, self.old, self.new, method=method, **values)
+        return self._new(name, self.old_model, self.new_model, method=method, **values)
 
-    def on_top(self, name: str, new: TrainingRun) -> MethodRow:
+    def our_upgrade_row(self, name: str, new: TrainingRun) -> MethodRow:
         """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`.
 
         Its upgrade trains in the folder `upgrade-NAME`.
@@ -518,11 +528,16 @@ class SharedModels:
             name: the name of the row.
             new: the new model.
         """
-        simclr = self.side("simclr")
+        simclr = self.side_encoder("simclr")
         run = self.place.upgrade(
-            f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OUR_METHOD
+            f"upgrade-{name}",
+            self.old_model,
+            new,
+            classes=self.split.new_class_count,
+            side=simclr,
+            method=OUR_METHOD,
         )
-        return MethodRow(name, self.old, new, (run,), simclr)
+        return MethodRow(name, self.old_model, new, (run,), simclr)
 
     def upgrade_row(
         self, name: str, method: str, side: TrainingRun | None = None, **values: Any
@@ -539,11 +554,11 @@ class SharedModels:
         """
         run = self.place.upgrade(
             f"upgrade-{name}",
-            self.old,
-            self.new,
-            classes=self.split.new,
+            self.old_model,
+            self.new_model,
+            classes=self.split.new_class_count,
             side=side,
             method=method,
             **values,
         )
-        return MethodRow(name, self.old, self.new, (run,), side)
+        return MethodRow(name, self.old_model, self.new_model, (run,), side)

@@ -134,7 +134,9 @@ class TrainedImages(EmbeddedListing):
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
         if int8 not in self._served:
-            self._served[int8] = serve(self._row, self.native(OLD), self._side, int8=int8)
+            self._served[int8] = migrate_along_row(
+                self._row, self.native(OLD), self._side, int8=int8
+            )
         return self._served[int8]
 
     def metric(self, release: int) -> Metric:
@@ -142,7 +144,9 @@ class TrainedImages(EmbeddedListing):
         return self._metric
 
 
-def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
+def migrate_along_row(
+    row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool
+) -> Upgraded:
     """Migrate old vectors along the upgrades of a row, one after another.
 
     Building a network draws from torch's default generator.
@@ -169,7 +173,7 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
     embedding = torch.from_numpy(old)
     current_side = None if side is None else torch.from_numpy(side)
     log_variance = None
-    for step in map(load_step, row.upgrade_runs):
+    for step in map(load_upgrade_step, row.upgrade_runs):
         if int8:
             out = _quantised(step, embedding, current_side)
         else:
@@ -182,7 +186,7 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
     return Upgraded(embedding.numpy(), None, uncertainty)
 
 
-def load_step(run: TrainingRun) -> UpgradeNetwork:
+def load_upgrade_step(run: TrainingRun) -> UpgradeNetwork:
     """Load a step of a route: an upgrade, or the one that an embedder's own training made (DMU).
 
     Building a network draws from torch's default generator.
@@ -201,15 +205,15 @@ def load_step(run: TrainingRun) -> UpgradeNetwork:
             description cannot be downloaded.
         OSError: the checkpoint exists, but cannot be opened.
     """
-    if run.values["kind"] == "upgrade":
+    if run.config_values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
     encoder, checkpoint = load_encoder(run.folder)
     config = checkpoint.config
-    old_dim = run.prerequisites[0].values["embedding_dim"]
+    old_dim = run.prerequisites[0].config_values["embedding_dim"]
     assert isinstance(config, EmbedderConfig) and isinstance(old_dim, int)
-    build = embedder_method(config.method).upgrade
+    build = embedder_method(config.method).build_upgrade
     assert build is not None
-    head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit))
+    head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit_norm))
     load_part(head, checkpoint, "upgrade")
     return head.eval().requires_grad_(False)
 
@@ -307,23 +311,23 @@ def stored_bytes(row: MethodRow) -> float:
     Raises:
         KeyError: the run's configuration does not say its dimension.
     """
-    dim = row.old_run.values["embedding_dim"]
+    dim = row.old_run.config_values["embedding_dim"]
     assert isinstance(dim, int)
     if row.side_run is None:
         return 4.0 * dim
-    side = row.side_run.values["side_info_dim"]
+    side = row.side_run.config_values["side_info_dim"]
     assert isinstance(side, int)
-    return 4.0 * dim + side * (1 / 8 if row.side_run.values["side_info"] == _BITS else 4)
+    return 4.0 * dim + side * (1 / 8 if row.side_run.config_values["side_info"] == _BITS else 4)
 
 
 def _steps(row: MethodRow) -> list[_RouteStep]:
     steps = []
     for run in row.upgrade_runs:
         # The first training that a run reads is its old model.
-        old_dim = run.prerequisites[0].values["embedding_dim"]
+        old_dim = run.prerequisites[0].config_values["embedding_dim"]
         assert isinstance(old_dim, int)
         side_dim = read_finished(run.folder).facts.get("side_dim", 0)
-        steps.append(_RouteStep(load_step(run), old_dim, int(side_dim), row.uses_int8))
+        steps.append(_RouteStep(load_upgrade_step(run), old_dim, int(side_dim), row.uses_int8))
     return steps
 
 

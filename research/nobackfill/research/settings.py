@@ -18,7 +18,7 @@ from nobackfill.research.images import (
     link_later_classes,
     link_share,
     link_with_label_noise,
-    write_shifted,
+    write_shifted_images,
 )
 from nobackfill.research.published import SIDE
 from nobackfill.research.rows import (
@@ -29,7 +29,7 @@ from nobackfill.research.rows import (
     RowName,
     SharedModels,
     TrainingRun,
-    row_in,
+    setting_row_name,
 )
 from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE
 
@@ -38,7 +38,7 @@ TESTED = "tested"
 LIMIT = "limit"
 
 
-def limits(shared: SharedModels) -> list[MethodRow]:
+def upper_bound_rows(shared: SharedModels) -> list[MethodRow]:
     """List the limits: an affine map fitted on the tested items, and, if the tested classes are
     unseen, our method trained on other images of them.
 
@@ -47,26 +47,31 @@ def limits(shared: SharedModels) -> list[MethodRow]:
     Returns:
         One row on seen classes, two on unseen ones. Their images must be made by `prepare_images`.
     """
-    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
 
     def row(method: str, name: RowName, part: str) -> MethodRow:
-        folder = place.images / TESTED if split.tested_first else place.images
+        folder = place.images_folder / TESTED if split.first_tested_class else place.images_folder
         run = place.upgrade(
             f"upgrade-limit-{name}",
-            shared.old,
-            shared.new,
-            classes=None if split.tested_first else split.new,
+            shared.old_model,
+            shared.new_model,
+            classes=None if split.first_tested_class else split.new_class_count,
             side=simclr,
             method=method,
             images=folder / part,
             held_out=0.0,
         )
         return MethodRow(
-            row_in(LIMIT, name), shared.old, shared.new, (run,), simclr, is_upper_bound=True
+            setting_row_name(LIMIT, name),
+            shared.old_model,
+            shared.new_model,
+            (run,),
+            simclr,
+            is_upper_bound=True,
         )
 
     own = row("affine", RowName.AFFINE_SIMCLR, TEST)
-    if not split.tested_first:
+    if not split.first_tested_class:
         return [own]
     return [own, row("residual", RowName.RESIDUAL_SIMCLR, "train")]
 
@@ -78,7 +83,7 @@ FOREIGN, DISJOINT, GROWING = "foreign", "disjoint", "growing"
 HOPS = len(STEPS) + 1
 
 
-def chains(shared: SharedModels) -> list[MethodRow]:
+def chain_rows(shared: SharedModels) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
     The rows, in order: FCT with side-information in two hops, then directly, both without it, each
@@ -88,20 +93,20 @@ def chains(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     split = shared.split
-    if split.first_of_chain is None or split.second_of_chain is None:
+    if split.first_chain_class_count is None or split.second_chain_class_count is None:
         return []
-    place, v3 = shared.place, shared.new
-    v1 = place.embedder("v1", classes=split.first_of_chain, role="first")
-    v2 = place.embedder("v2", classes=split.second_of_chain, role="second")
-    psi1 = place.side_encoder("v1-side", classes=split.first_of_chain, kind="simclr")
-    psi2 = place.side_encoder("v2-side", classes=split.second_of_chain, kind="simclr")
+    place, v3 = shared.place, shared.new_model
+    v1 = place.embedder("v1", classes=split.first_chain_class_count, role="first")
+    v2 = place.embedder("v2", classes=split.second_chain_class_count, role="second")
+    psi1 = place.side_encoder("v1-side", classes=split.first_chain_class_count, kind="simclr")
+    psi2 = place.side_encoder("v2-side", classes=split.second_chain_class_count, kind="simclr")
 
     def hop(
         name: str, old: TrainingRun, new: TrainingRun, classes: int, **sides: TrainingRun
     ) -> TrainingRun:
         return place.upgrade(f"upgrade-{name}", old, new, classes=classes, **sides)
 
-    second, third = split.second_of_chain, split.new
+    second, third = split.second_chain_class_count, split.new_class_count
     first_hop = hop("1-2", v1, v2, second, side=psi1, new_side=psi2)
     second_hop = hop("2-3", v2, v3, third, side=psi2)
     plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
@@ -130,8 +135,8 @@ def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> lis
             name, classes=classes, role=role, old=old, method=method, options=options
         )
 
-    second = step(f"{method}-v2", split.second_of_chain, "second", v1)
-    third = step(f"{method}-v3", split.new, "new", second)
+    second = step(f"{method}-v2", split.second_chain_class_count, "second", v1)
+    third = step(f"{method}-v3", split.new_class_count, "new", second)
     updates = {
         "chain": (v1, third, (second, third)),
         "first_hop": (v1, second, (second,)),
@@ -143,7 +148,7 @@ def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> lis
     ]
 
 
-def long_chain(shared: SharedModels) -> list[MethodRow]:
+def long_chain_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix H: five small updates from the old to the new classes, h of h of h.
 
     There is a row for each number of updates, with the side-information that g predicts, and one
@@ -152,15 +157,18 @@ def long_chain(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     split, place = shared.split, shared.place
-    if split.first_of_chain is None:
+    if split.first_chain_class_count is None:
         return []
-    classes = [split.old + (split.new - split.old) * hop // HOPS for hop in range(HOPS + 1)]
+    classes = [
+        split.old_class_count + (split.new_class_count - split.old_class_count) * hop // HOPS
+        for hop in range(HOPS + 1)
+    ]
     between = [
         place.embedder(f"chain-{count}", classes=count, role=role)
         for count, role in zip(classes[1:-1], STEPS, strict=True)
     ]
-    models = [shared.old, *between, shared.new]
-    sides = [shared.side("simclr")]
+    models = [shared.old_model, *between, shared.new_model]
+    sides = [shared.side_encoder("simclr")]
     for count in classes[1:-1]:
         side = place.side_encoder(f"chain-side-{count}", classes=count, kind="simclr")
         sides.append(side)
@@ -175,13 +183,21 @@ def long_chain(shared: SharedModels) -> list[MethodRow]:
         route += (place.upgrade(name, old, new, classes=count, side=sides[hop], new_side=new_side),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
-            MethodRow(row_in(RowName.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
-            MethodRow(row_in(RowName.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
+            MethodRow(
+                setting_row_name(RowName.LONG_CHAIN, hop + 1),
+                shared.old_model,
+                new,
+                route,
+                sides[0],
+            ),
+            MethodRow(
+                setting_row_name(RowName.LONG_CHAIN_NONE, hop + 1), shared.old_model, new, plain
+            ),
         ]
     return rows
 
 
-def foreign(shared: SharedModels) -> list[MethodRow]:
+def foreign_domain_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix B: the same models in domains that none of them was trained on.
 
     A preset with another domain tests the models of that one (Table 9: ImageNet's on Places); other
@@ -189,17 +205,17 @@ def foreign(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_of_chain is None:
+    if shared.split.first_chain_class_count is None:
         return []
     other = _other_domain(shared)
     if other is not None:
         return [
-            replace(row, name=row_in(other.place.preset.name, row.name))
+            replace(row, name=setting_row_name(other.place.preset.name, row.name))
             for row in _by_side_information(other)
         ]
     rows = _by_side_information(shared)
     return [
-        replace(row, name=row_in(domain, row.name), test_folder=f"{FOREIGN}/{domain}")
+        replace(row, name=setting_row_name(domain, row.name), test_folder=f"{FOREIGN}/{domain}")
         for domain in SHIFTS
         for row in rows
     ]
@@ -216,8 +232,8 @@ def _other_domain(shared: SharedModels) -> SharedModels | None:
             place,
             preset=preset,
             split=preset.splits[0],
-            images=place.images / own,
-            runs=place.runs / own,
+            images_folder=place.images_folder / own,
+            runs_folder=place.runs_folder / own,
         )
     )
 
@@ -225,17 +241,17 @@ def _other_domain(shared: SharedModels) -> SharedModels | None:
 def _by_side_information(shared: SharedModels) -> list[MethodRow]:
     """List FCT's kinds of side-information, and ours with SimCLR."""
     return [
-        MethodRow(RowName.INDEPENDENT, shared.old, shared.new),
+        MethodRow(RowName.INDEPENDENT, shared.old_model, shared.new_model),
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side(kind))
+            shared.upgrade_row(RowName(f"fct_{kind}"), "fct", shared.side_encoder(kind))
             for kind in ("autoencoder", "alternate", "simclr")
         ),
-        shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
+        shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", shared.side_encoder("simclr")),
     ]
 
 
-def disjoint(shared: SharedModels) -> list[MethodRow]:
+def disjoint_class_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
 
     The rows are a direct search, FCT without side-information, and FCT with that of SimCLR. With
@@ -246,26 +262,41 @@ def disjoint(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
-    if split.first_of_chain is None:
+    if split.first_chain_class_count is None:
         return []
     other = _other_domain(shared)
     if other is not None:
-        old, new, images, tested = other.new, shared.new, place.images / "train", TEST
+        old, new, images, tested = (
+            other.new_model,
+            shared.new_model,
+            place.images_folder / "train",
+            TEST,
+        )
     else:
-        old, images, tested = shared.old, place.images / DISJOINT / "train", f"{DISJOINT}/{TEST}"
+        old, images, tested = (
+            shared.old_model,
+            place.images_folder / DISJOINT / "train",
+            f"{DISJOINT}/{TEST}",
+        )
         new = place.embedder("disjoint-new", classes=None, role="new", images=images)
 
     def row(name: str, side: TrainingRun | None) -> MethodRow:
         run = place.upgrade(
             f"upgrade-disjoint-{name}", old, new, classes=None, side=side, images=images
         )
-        return MethodRow(row_in(DISJOINT, name), old, new, (run,), side, test_folder=tested)
+        return MethodRow(
+            setting_row_name(DISJOINT, name), old, new, (run,), side, test_folder=tested
+        )
 
-    alone = MethodRow(row_in(DISJOINT, RowName.INDEPENDENT), old, new, test_folder=tested)
-    return [alone, row(RowName.FCT_NONE, None), row(RowName.FCT_SIMCLR, shared.side("simclr"))]
+    alone = MethodRow(setting_row_name(DISJOINT, RowName.INDEPENDENT), old, new, test_folder=tested)
+    return [
+        alone,
+        row(RowName.FCT_NONE, None),
+        row(RowName.FCT_SIMCLR, shared.side_encoder("simclr")),
+    ]
 
 
-def new_data(shared: SharedModels) -> list[MethodRow]:
+def new_data_rows(shared: SharedModels) -> list[MethodRow]:
     """List LwF as in BCT Table 1: phi_new is trained only on images of classes new to phi_old.
 
     Row `lwf` of the comparison uses all images, as the other methods do. A split without chains has
@@ -274,16 +305,21 @@ def new_data(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
-    if split.first_of_chain is None:
+    if split.first_chain_class_count is None:
         return []
-    images = place.images / DISJOINT / "train"
+    images = place.images_folder / DISJOINT / "train"
     new = place.embedder(
-        RowName.LWF_NEW_DATA, classes=None, role="new", old=shared.old, images=images, method="lwf"
+        RowName.LWF_NEW_DATA,
+        classes=None,
+        role="new",
+        old=shared.old_model,
+        images=images,
+        method="lwf",
     )
-    return [MethodRow(RowName.LWF_NEW_DATA, shared.old, new)]
+    return [MethodRow(RowName.LWF_NEW_DATA, shared.old_model, new)]
 
 
-def noise(shared: SharedModels) -> list[MethodRow]:
+def label_noise_rows(shared: SharedModels) -> list[MethodRow]:
     """List UniBCT's refined, then vanilla prototypes with a fifth of wrong labels in the new
     training set.
 
@@ -291,22 +327,22 @@ def noise(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_of_chain is None:
+    if shared.split.first_chain_class_count is None:
         return []
     place = shared.place
-    images = place.images / "noisy"
+    images = place.images_folder / "noisy"
 
     def row(name: str, prototypes: str) -> MethodRow:
         run = place.embedder(
             name,
-            classes=shared.split.new,
+            classes=shared.split.new_class_count,
             role="new",
-            old=shared.old,
+            old=shared.old_model,
             images=images,
             method="unibct",
             options={"prototypes": prototypes},
         )
-        return MethodRow(name, shared.old, run)
+        return MethodRow(name, shared.old_model, run)
 
     return [row(RowName.NOISY_UNIBCT, "refined"), row(RowName.NOISY_UNIBCT_VANILLA, "vanilla")]
 
@@ -318,7 +354,7 @@ DEEPER = {
 }  # fmt: skip
 
 
-def allocations(shared: SharedModels) -> list[MethodRow]:
+def allocation_rows(shared: SharedModels) -> list[MethodRow]:
     """List UniBCT Table 2: five allocations, each with an independent new model and four others.
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
@@ -330,14 +366,14 @@ def allocations(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have epochs,
     or KeyError is raised.
     """
-    if shared.split.first_of_chain is None:
+    if shared.split.first_chain_class_count is None:
         return []
     place = shared.place
 
     def steps(share: float) -> dict[str, Any]:
         if not place.preset.equal_steps:
             return {}
-        values = {**place.preset.embedder, **place.changes.get("embedder", {})}
+        values = {**place.preset.embedder, **place.config_changes.get("embedder", {})}
         epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
         assert isinstance(epochs, int) and isinstance(warmup, int | float)
         return {"epochs": round(epochs / share), "warmup_epochs": warmup / share}
@@ -355,7 +391,7 @@ def allocations(shared: SharedModels) -> list[MethodRow]:
     }
     rows = []
     for allocation in ALLOCATIONS:
-        images = place.images / allocation
+        images = place.images_folder / allocation
         as_printed = not place.preset.equal_steps
         backbone = place.preset.embedder.get("backbone")
         deeper: dict[str, Any] = (
@@ -369,7 +405,7 @@ def allocations(shared: SharedModels) -> list[MethodRow]:
             f"old-{kind}",
             classes=None,
             role="old",
-            images=place.images / f"open-{kind}" / "old",
+            images=place.images_folder / f"open-{kind}" / "old",
             **steps(SHARE),
         )
         wanted = methods | (more if as_printed and allocation == "extended-data" else {})
@@ -385,14 +421,14 @@ def allocations(shared: SharedModels) -> list[MethodRow]:
                 **deeper,
                 **steps(NEW_SHARES[allocation]),
             )
-            rows.append(MethodRow(row_in(allocation, name), old, new))
+            rows.append(MethodRow(setting_row_name(allocation, name), old, new))
     return rows
 
 
 SCENARIOS = ("extended-data", "open-data", "extended-class")
 
 
-def scenarios(shared: SharedModels) -> list[MethodRow]:
+def scenario_rows(shared: SharedModels) -> list[MethodRow]:
     """List DMU Table 1: an independent new model, BCT and DMU in four scenarios.
 
     30 % of the data to all of it, to the other 70 %, 30 % of the classes to all, and 30 % of the
@@ -402,7 +438,7 @@ def scenarios(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_of_chain is None:
+    if shared.split.first_chain_class_count is None:
         return []
     place = shared.place
     backbone = place.preset.embedder["backbone"]
@@ -418,7 +454,7 @@ def scenarios(shared: SharedModels) -> list[MethodRow]:
             f"scenario-old-{kind}",
             classes=None,
             role="old",
-            images=place.images / f"open-{kind}" / "old",
+            images=place.images_folder / f"open-{kind}" / "old",
         )
         for method in ("independent", "bct_sys", "dmu"):
             new = place.embedder(
@@ -426,17 +462,17 @@ def scenarios(shared: SharedModels) -> list[MethodRow]:
                 classes=None,
                 role="new",
                 old=None if method == "independent" else old,
-                images=place.images / allocation / "new",
+                images=place.images_folder / allocation / "new",
                 method=method,
                 options={"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {},
                 **values,
             )
-            name = row_in(f"scenario-{setting}", method)
+            name = setting_row_name(f"scenario-{setting}", method)
             rows.append(MethodRow(name, old, new, (new,) if method == "dmu" else ()))
     return rows
 
 
-def growing(shared: SharedModels) -> list[MethodRow]:
+def growing_data_rows(shared: SharedModels) -> list[MethodRow]:
     """List DMU Table 6: models of 25, 50 and 75 % of each class's images, updated in a row.
 
     Rows `growing-50:METHOD` and `growing-75:METHOD` search the gallery of the 25 %. A compatible
@@ -448,7 +484,7 @@ def growing(shared: SharedModels) -> list[MethodRow]:
     place = shared.place
 
     def model(share: int, name: str, role: str, **values: Any) -> TrainingRun:
-        images = place.images / GROWING / str(share)
+        images = place.images_folder / GROWING / str(share)
         return place.embedder(
             f"growing-{share}-{name}", classes=None, role=role, images=images, **values
         )
@@ -463,7 +499,7 @@ def growing(shared: SharedModels) -> list[MethodRow]:
             new = model(share, method, role, old=previous, method=method, options=options)
             if method == "dmu":
                 route += (new,)
-            rows.append(MethodRow(row_in(f"growing-{share}", method), first, new, route))
+            rows.append(MethodRow(setting_row_name(f"growing-{share}", method), first, new, route))
             previous = None if previous is None else new
     return rows
 
@@ -489,9 +525,9 @@ def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
         KeyError: a shifted folder has a name that is no key of SHIFTS.
     """
     for row in rows:
-        folders = [run.values["images"] for run in row.runs]
+        folders = [run.config_values["images"] for run in row.runs]
         # The place's own tests are there; those of a protocol lie elsewhere.
-        tested = [] if row.test_folder == TEST else [place.images / row.test_folder]
+        tested = [] if row.test_folder == TEST else [place.images_folder / row.test_folder]
         for images in (*folders, *tested):
             assert isinstance(images, Path)
             if not images.is_dir():
@@ -499,17 +535,19 @@ def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
 
 
 def _make(place: ComparisonPlace, images: Path) -> None:
-    train, test = place.images / "train", place.images / TEST
+    train, test = place.images_folder / "train", place.images_folder / TEST
     group = images.parent.name
     if images.name == "noisy":
         link_with_label_noise(train, images, NOISE, place.seed)
     elif group == FOREIGN:
-        write_shifted(test, images)
+        write_shifted_images(test, images)
     elif group == GROWING:
         link_share(train, images, int(images.name) / 100, place.seed)
     elif group == DISJOINT:
-        link_later_classes(place.images / images.name, images, place.split.old)
+        link_later_classes(place.images_folder / images.name, images, place.split.old_class_count)
     elif group == TESTED:
-        link_later_classes(place.images / images.name, images, place.split.tested_first)
+        link_later_classes(
+            place.images_folder / images.name, images, place.split.first_tested_class
+        )
     else:
         link_allocation(train, group, images.parent, place.seed)

@@ -51,13 +51,13 @@ class Claim:
     Attributes:
         text: the claim as the table shows it; unique.
         better, worse: a row and a cell each; of several rows, the one with the largest mean counts.
-        or_equal: the claim is >=.
+        allows_equal: the claim is >=.
     """
 
     text: str
     better: Side
     worse: Side
-    or_equal: bool = False
+    allows_equal: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class JudgedClaim:
     Attributes:
         rival: the row that counted, if `worse` names several; else None.
         difference: better minus worse.
-        seeds: the number of seeds that both rows have.
-        or_equal: as in the claim.
+        seed_count: the number of seeds that both rows have.
+        allows_equal: as in the claim.
     """
 
     rival: str | None
     difference: Difference
-    seeds: int
-    or_equal: bool = False
+    seed_count: int
+    allows_equal: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -85,16 +85,16 @@ class JudgedClaim:
             classes. Otherwise the verdict of the difference. With `or_equal`, a lower bound of 0
             also holds.
         """
-        if self.seeds < FEWEST_SEEDS or self.difference.is_limited_to_classes:
+        if self.seed_count < FEWEST_SEEDS or self.difference.is_limited_to_classes:
             return "undecided"
-        if not self.or_equal:
+        if not self.allows_equal:
             return self.difference.verdict
         if self.difference.low >= 0:
             return "holds"
         return "fails" if self.difference.high < 0 else "undecided"
 
 
-def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
+def judge_claims(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
     """Judge the claims whose rows and cells were measured; others are left out.
 
     Args:
@@ -122,9 +122,9 @@ def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
         seeds = min(len(runs) for _, runs in sides)
         (better, ours), (worse, theirs) = sides
         rival = None if isinstance(claim.worse[0], str) else worse
-        classes = [run.classes for run in rows[better][:seeds]]
+        classes = [run.query_classes for run in rows[better][:seeds]]
         difference = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
-        judged[figure] = JudgedClaim(rival, difference, seeds, claim.or_equal)
+        judged[figure] = JudgedClaim(rival, difference, seeds, claim.allows_equal)
     return judged
 
 
@@ -133,7 +133,11 @@ def _strongest(side: Side, rows: Rows, figure: str) -> tuple[str, list[PerQuery]
     names, cell = side
     candidates: dict[str, list[PerQuery]] = {}
     for name in (names,) if isinstance(names, str) else names:
-        runs = [run.by_query[cell][figure] for run in rows.get(name, ()) if cell in run.by_query]
+        runs = [
+            run.figures_by_query[cell][figure]
+            for run in rows.get(name, ())
+            if cell in run.figures_by_query
+        ]
         if runs:
             candidates[name] = runs
     if not candidates:
@@ -152,7 +156,7 @@ class MeasuredRow:
     """A row with its cells, one entry per seed."""
 
     row: MethodRow
-    runs: list[Cells]
+    cells_by_seed: list[Cells]
 
 
 # By split and name, in the table's order.
@@ -205,17 +209,17 @@ def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitRes
     first = next(iter(rows.values()), None)
     row_results = {
         name: RowResult(
-            seeds=len(one.runs),
+            seeds=len(one.cells_by_seed),
             shared=first is not None and _shares(one.row, first.row),
-            cells=_cells(one.runs),
+            cells=_cells(one.cells_by_seed),
             held_to=references[name],
-            extras=_extras(one.runs, references[name]),
+            extras=_extras(one.cells_by_seed, references[name]),
         )
         for name, one in rows.items()
     }
-    runs = {name: one.runs for name, one in rows.items()}
-    judged = judge(claims, runs)
-    claim_results = {text: claim_outcomes(by) for text, by in judged.items()}
+    runs = {name: one.cells_by_seed for name, one in rows.items()}
+    judged = judge_claims(claims, runs)
+    claim_results = {text: make_claim_outcomes(by) for text, by in judged.items()}
     return SplitResult(rows=row_results, claims=claim_results)
 
 
@@ -243,16 +247,16 @@ def best_new_new(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNe
         ValueError: a cell has no query with an answer.
     """
     own = rows[name]
-    seeds = len(own.runs)
+    seeds = len(own.cells_by_seed)
     rivals = {
-        rival: one.runs[:seeds]
+        rival: one.cells_by_seed[:seeds]
         for rival, one in rows.items()
-        if upper_bound_key(one.row) == upper_bound_key(own.row) and len(one.runs) >= seeds
+        if upper_bound_key(one.row) == upper_bound_key(own.row) and len(one.cells_by_seed) >= seeds
     }
     references = {}
     for figure in FIGURES:
         means = {
-            rival: _mean(run.by_query["new/new"][figure] for run in runs)
+            rival: _mean(run.figures_by_query["new/new"][figure] for run in runs)
             for rival, runs in rivals.items()
         }
         best = max(means, key=means.__getitem__)
@@ -260,7 +264,7 @@ def best_new_new(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNe
     return references
 
 
-def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[str, float]:
+def relative_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[str, float]:
     """Derive relative figures of a row from means over seeds.
 
     Args:
@@ -285,7 +289,7 @@ def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[s
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
+def make_claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
     """Convert a claim, judged by figure, to its form in the results file.
 
     With fewer than FEWEST_DECIDING_CLASSES classes an outcome has no bounds.
@@ -296,7 +300,7 @@ def claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]
     return {
         figure: ClaimOutcome(
             rival=one.rival,
-            seeds=one.seeds,
+            seeds=one.seed_count,
             difference=one.difference.mean,
             bounds=(
                 None
@@ -313,24 +317,28 @@ def claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]
 def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
     return {
         cell: {
-            name: mean_and_std([mean_of_answerable(run.by_query[cell][name]) for run in runs])
+            name: mean_and_std(
+                [mean_of_answerable(run.figures_by_query[cell][name]) for run in runs]
+            )
             for name in figures
         }
-        for cell, figures in runs[0].by_query.items()
+        for cell, figures in runs[0].figures_by_query.items()
     }
 
 
 def _extras(runs: Sequence[Cells], references: Mapping[str, BestNewNew]) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for run in runs:
-        for name, value in {**run.extras, "negative_flips": _flips(run)}.items():
+        for name, value in {**run.row_figures, "negative_flips": _flips(run)}.items():
             by_name.setdefault(name, []).append(value)
     means = {name: float(np.mean(values)) for name, values in by_name.items()}
-    return means | kept_figures(_cells(runs), references)
+    return means | relative_figures(_cells(runs), references)
 
 
 def _flips(run: Cells) -> float:
-    return negative_flips(run.by_query["old/old"]["cmc1"], run.by_query["new/served"]["cmc1"])
+    return negative_flips(
+        run.figures_by_query["old/old"]["cmc1"], run.figures_by_query["new/served"]["cmc1"]
+    )
 
 
 def _mean(figures: Iterable[PerQuery]) -> float:

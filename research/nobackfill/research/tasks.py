@@ -27,12 +27,12 @@ from nobackfill.plugins.ray.cluster import join_cluster
 from nobackfill.processes import end_with_parent
 from nobackfill.research.cells import (
     Evaluation,
-    evaluation,
+    make_evaluation,
     read_cells,
     row_cells,
     write_cells,
 )
-from nobackfill.research.images import names_without_place
+from nobackfill.research.images import remove_name_places
 from nobackfill.research.presets import Split
 from nobackfill.research.protocols import protocol_cells
 from nobackfill.research.rows import TEST, ComparisonPlace, MethodRow, TrainingRun, ensure_trained
@@ -51,12 +51,12 @@ class FeatureViews:
     """Features of frozen models over the pictures that upgrades are trained on.
 
     Attributes:
-        runs: the folder of run folders whose cache has the features.
-        pictures: identifies the pictures.
+        runs_folder: the folder of run folders whose cache has the features.
+        pictures_id: identifies the pictures.
     """
 
-    runs: Path
-    pictures: str
+    runs_folder: Path
+    pictures_id: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def list_tasks(planned: Planned) -> list[ComparisonTask]:
                 depth(run)
     # Trainings of little depth come first, because many others wait for them.
     runs = [run for _, run in sorted(depths.values(), key=lambda entry: entry[0])]
-    read = {run.folder: _views(run) for run in runs if run.values["kind"] == "upgrade"}
+    read = {run.folder: _views(run) for run in runs if run.config_values["kind"] == "upgrade"}
     networks = [run for run in runs if run.folder not in read]
     upgrades = [run for run in runs if run.folder in read]
     readers: dict[FeatureViews, list[TrainingRun]] = {}
@@ -116,7 +116,7 @@ def list_tasks(planned: Planned) -> list[ComparisonTask]:
     rows_of_all = [(place, row) for place, rows in planned for row in rows]
     return [
         *(
-            ComparisonTask(train_run, (run,), _folders(run.prerequisites), _folders([run]))
+            ComparisonTask(run_training, (run,), _folders(run.prerequisites), _folders([run]))
             for run in networks
         ),
         *(
@@ -130,7 +130,7 @@ def list_tasks(planned: Planned) -> list[ComparisonTask]:
         ),
         *(
             ComparisonTask(
-                train_run,
+                run_training,
                 (run,),
                 _folders(run.prerequisites) | ({read[run.folder]} & readers.keys()),
                 _folders([run]),
@@ -152,7 +152,7 @@ def _views(run: TrainingRun) -> FeatureViews:
     """Return the pictures that an upgrade's frozen models read."""
     config = _upgrade_config(run)
     # Views are made at the largest image size of the models.
-    size = max(int(str(model.values.get("image_size", 0))) for model in run.prerequisites)
+    size = max(int(str(model.config_values.get("image_size", 0))) for model in run.prerequisites)
     keys = [f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)]
     return FeatureViews(run.folder.parent, " ".join(keys))
 
@@ -165,7 +165,7 @@ _VIEWS = (
 
 
 def _upgrade_config(run: TrainingRun) -> UpgradeConfig:
-    config = parse_config(dict(run.values), str(run.folder))
+    config = parse_config(dict(run.config_values), str(run.folder))
     assert isinstance(config, UpgradeConfig), "its kind says so"
     return config
 
@@ -204,7 +204,7 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
     _tell(f"made features for {', '.join(str(run.folder) for run in runs)}", began)
 
 
-def train_run(run: TrainingRun) -> None:
+def run_training(run: TrainingRun) -> None:
     """Run one training whose prerequisites are trained; a finished one is only checked.
 
     Its prerequisites are taken as trained. A line on stderr says how long it took, unless the run
@@ -267,16 +267,20 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
     if read_cells(path, key) is not None:
         return
     began = _clocks()
-    published = place.preset.published
-    if published is not None and published.protocols:
+    published = place.preset.published_set
+    if published is not None and published.protocol_folders:
         cells = protocol_cells(place, row)
     else:
         test = _test(
-            place.images, row.test_folder, place.split, place.preset.metric, place.runs / "features"
+            place.images_folder,
+            row.test_folder,
+            place.split,
+            place.preset.metric,
+            place.runs_folder / "features",
         )
         cells = row_cells(row, test)
-    if place.preset.development:
-        cells = replace(cells, classes=names_without_place(cells.classes))
+    if place.preset.is_development:
+        cells = replace(cells, query_classes=remove_name_places(cells.query_classes))
     write_cells(path, cells, key)
     _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", began)
 
@@ -284,10 +288,10 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
 @lru_cache(maxsize=2)
 def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) -> Evaluation:
     """Return the test images of rows, cached because consecutive rows share them."""
-    return evaluation(_listing(images, tested, split), metric, cache)
+    return make_evaluation(_listing(images, tested, split), metric, cache)
 
 
-def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
+def row_images(place: ComparisonPlace, row: MethodRow) -> ImageListing:
     """List the images that are query and gallery of a row.
 
     They are the tested classes of the split, or all images of the row's own folder.
@@ -297,14 +301,16 @@ def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
         InvalidInputError: the folder has no class folder, or an empty one.
         PermissionError: this user may not list the folder.
     """
-    return _listing(place.images, row.test_folder, place.split)
+    return _listing(place.images_folder, row.test_folder, place.split)
 
 
 def _listing(images: Path, tested: str, split: Split) -> ImageListing:
     listing = list_images(images / tested)
     if tested != TEST:
         return listing
-    is_tested = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
+    is_tested = (listing.labels >= split.first_tested_class) & (
+        listing.labels < split.tested_class_end
+    )
     return listing.select(is_tested.nonzero()[0])
 
 
@@ -314,7 +320,7 @@ def cells_path(place: ComparisonPlace, row: MethodRow) -> Path:
     It depends on the place and the row's name alone, with ":" as "-", so it may hold the cells of
     earlier checkpoints; `read_cells` tells by the row's key.
     """
-    return place.runs / "cells" / f"{row.name.replace(':', '-')}.npz"
+    return place.runs_folder / "cells" / f"{row.name.replace(':', '-')}.npz"
 
 
 def _key(row: MethodRow) -> str:
@@ -341,7 +347,7 @@ _LINE_EVERY = 10.0
 Submit = Callable[..., Future[None]]
 
 
-def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
+def run_tasks(planned: Planned, job_count: int, cluster: str | None = None) -> None:
     """Make the images, train every run, and measure every row; finished work is skipped.
 
     Progress is printed on stderr. The first error ends the work once the running tasks have ended;
@@ -349,8 +355,8 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
 
     Args:
         planned: the rows by place.
-        jobs: the number of processes, at least 1; 1: this process, whose torch and numpy have one
-            thread from then on. It is ignored with a cluster.
+        job_count: the number of processes, at least 1; 1: this process, whose torch and numpy have
+            one thread from then on. It is ignored with a cluster.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
             folders under the same paths. None: processes of this machine.
 
@@ -379,15 +385,15 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     if cluster is not None:
         with _nodes(cluster) as (submit, processors):
             _share(waiting, processors, submit, progress)
-    elif jobs == 1:
+    elif job_count == 1:
         for task in waiting:
             task.work(*task.arguments)
             progress.finish_one()
     else:
         spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, spawned, initializer=end_with_parent) as pool:
+        with ProcessPoolExecutor(job_count, spawned, initializer=end_with_parent) as pool:
             try:
-                _share(waiting, jobs, pool.submit, progress)
+                _share(waiting, job_count, pool.submit, progress)
             except BrokenProcessPool as error:
                 raise NobackfillError(
                     "a process of compare.py was killed: give the machine or its container more "

@@ -45,7 +45,7 @@ from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
 from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors, UncertainRival
-from nobackfill.research.rivals.rows import rivals
+from nobackfill.research.rivals.rows import list_rivals
 
 _AGREEMENT = 10
 # Rows without a transform: the search of the old model, and of the new model after a re-embedding.
@@ -77,7 +77,7 @@ class FrozenVectors:
     side: Floats | None
     labels: NDArray[np.int64] | None
 
-    def parts(self) -> dict[str, NDArray[np.bool_]]:
+    def test_parts(self) -> dict[str, NDArray[np.bool_]]:
         """Return masks of the test queries by part, bool [m].
 
         Returns:
@@ -314,8 +314,8 @@ def compare_vectors(
     vectors: FrozenVectors,
     *,
     names: Sequence[str] | None = None,
-    pairs: int | None = None,
-    seeds: int = 1,
+    pair_count: int | None = None,
+    seed_count: int = 1,
     command: str = "compare_vectors()",
     machine: str = "",
     registry: Mapping[str, Callable[[], Rival]] | None = None,
@@ -328,9 +328,9 @@ def compare_vectors(
     Args:
         vectors: the vectors.
         names: rivals to run, without repeats; None: all; empty: none.
-        pairs: training pairs, drawn anew for each seed, at least 1; None, or more than there are:
-            all. Rivals that need more pairs become rows with the reason.
-        seeds: how many seeds, at least 1, from 0 on; each fits every rival again.
+        pair_count: training pairs, drawn anew for each seed, at least 1; None, or more than there
+            are: all. Rivals that need more pairs become rows with the reason.
+        seed_count: how many seeds, at least 1, from 0 on; each fits every rival again.
         command, machine: recorded in the results.
         registry: constructors of rivals by name; None: those of rivals/rows.py.
 
@@ -340,7 +340,7 @@ def compare_vectors(
         IndexError: there is no seed.
         ValueError: in a part of the test, no query has another item of its class.
     """
-    known = rivals() if registry is None else registry
+    known = list_rivals() if registry is None else registry
     selected = list(known) if names is None else list(names)
     if unknown := [name for name in selected if name not in known]:
         raise ConfigurationError(
@@ -350,17 +350,17 @@ def compare_vectors(
     own = _nearest(vectors.new, vectors.new)
     # Neither depends on a seed.
     runs_of: dict[str, list[PerRow]] = {
-        STAY: [_measure(vectors.old, vectors.old, vectors, own)] * seeds,
-        REEMBED: [_measure(vectors.new, vectors.new, vectors, own)] * seeds,
+        STAY: [_measure(vectors.old, vectors.old, vectors, own)] * seed_count,
+        REEMBED: [_measure(vectors.new, vectors.new, vectors, own)] * seed_count,
     }
     maps = {STAY: "none", REEMBED: "none"}
     curves_of = dict[str, list[dict[str, PerRow]]]()
     parameters, seconds, refused = dict[str, int](), dict[str, list[float]](), dict[str, str]()
-    for seed in range(seeds):
-        drawn = vectors if pairs is None else vectors.take_pairs(pairs, seed)
+    for seed in range(seed_count):
+        drawn = vectors if pair_count is None else vectors.take_pairs(pair_count, seed)
         for name in selected:
             rival = known[name]()
-            maps[name] = rival.maps
+            maps[name] = rival.mapped_vectors
             started = time.perf_counter()
             try:
                 rival.fit(drawn.train, seed)
@@ -369,14 +369,14 @@ def compare_vectors(
                 continue
             seconds.setdefault(name, []).append(time.perf_counter() - started)
             parameters[name] = rival.parameters
-            if rival.maps == "items":
+            if rival.mapped_vectors == "items":
                 gallery, queries = rival.transform(vectors.old, vectors.side), vectors.new
             else:
                 gallery, queries = vectors.old, rival.transform(vectors.new, None)
             runs_of.setdefault(name, []).append(_measure(queries, gallery, vectors, own))
             if curves := _backfill(rival, gallery, vectors):
                 curves_of.setdefault(name, []).append(curves)
-    parts = vectors.parts()
+    parts = vectors.test_parts()
     rows = {}
     for name in (STAY, REEMBED, *selected):
         if name in refused:
@@ -421,8 +421,10 @@ def compare_vectors(
     return BenchResults(
         command=command,
         machine=machine,
-        pairs=len(vectors.train.old) if pairs is None else min(pairs, len(vectors.train.old)),
-        seeds=seeds,
+        pairs=len(vectors.train.old)
+        if pair_count is None
+        else min(pair_count, len(vectors.train.old)),
+        seeds=seed_count,
         queries={part: int(mask.sum()) for part, mask in parts.items()},
         classes={
             part: 0 if labels is None else len(np.unique(labels[mask]))
@@ -514,7 +516,7 @@ def _differences(
     return differences
 
 
-def page_of(results: BenchResults) -> str:
+def bench_page(results: BenchResults) -> str:
     """Format results as a page of Markdown: up to three tables for each part of the test.
 
     The second one compares rows with our own, if that was run. The third one has the curves of a
@@ -526,9 +528,9 @@ def page_of(results: BenchResults) -> str:
     lines = [
         "# Maps compared on frozen vectors", "",
         f"`{results.command}`", "",
-        f"{results.pairs} training pairs, {seeds_of_bench(results)}, {results.machine}. Figures in "
-        "percent. In brackets: the difference to old/old and its 95 % interval, over classes where "
-        f"there are at least {FEWEST_DECIDING_CLASSES}, else over queries.",
+        f"{results.pairs} training pairs, {describe_bench_seeds(results)}, {results.machine}. "
+        "Figures in percent. In brackets: the difference to old/old and its 95 % interval, over "
+        f"classes where there are at least {FEWEST_DECIDING_CLASSES}, else over queries.",
     ]  # fmt: skip
     for part, count in results.queries.items():
         classes = f" of {results.classes[part]} classes" if results.classes[part] else ""
@@ -553,7 +555,7 @@ def page_of(results: BenchResults) -> str:
     return "\n".join(lines) + "\n"
 
 
-def seeds_of_bench(results: BenchResults) -> str:
+def describe_bench_seeds(results: BenchResults) -> str:
     """Return the number of seeds in words; one seed says that it stands for no others."""
     if results.seeds == 1:
         return "one seed, which proves nothing about others"
@@ -568,7 +570,7 @@ def _against_ours(results: BenchResults, part: str, figures: Sequence[str]) -> l
     lines += [f"| {' | '.join(('row', *(MEASURES[name] for name in figures)))} |"]
     lines += ["|---" * (len(figures) + 1) + "|"]
     for name, row in rows.items():
-        cells = [points_of(row.against_ours[part].get(figure)) for figure in figures]
+        cells = [format_points(row.against_ours[part].get(figure)) for figure in figures]
         lines.append(f"| {' | '.join((name, *cells))} |")
     return lines
 
@@ -592,12 +594,12 @@ def backfill_table(results: BenchResults, part: str) -> list[str]:
         cells = [f"{100 * row.backfill[part][RANDOM][figure]:.1f}" for figure in ("cmc1", "map")]
         for order in ORDERS[1:]:
             gains = row.against_random[part][order]
-            cells += [points_of(gains[figure]) for figure in ("cmc1", "map")]
+            cells += [format_points(gains[figure]) for figure in ("cmc1", "map")]
         lines.append(f"| {' | '.join((name, *cells))} |")
     return lines
 
 
-def points_of(difference: BenchDifference | None) -> str:
+def format_points(difference: BenchDifference | None) -> str:
     """Format a difference and its interval in percentage points, such as "+1.2 [+0.4, +2.0]".
 
     The text is "-" without a difference, or if it is 0 for every query.
@@ -629,7 +631,7 @@ def write_bench(out: Path, name: str, results: BenchResults) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     write_file(out / f"{name}.json", (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
-    write_file(out / f"{name}.md", page_of(results).encode(), 0o644)
+    write_file(out / f"{name}.md", bench_page(results).encode(), 0o644)
 
 
 def read_bench(path: Path) -> BenchResults:

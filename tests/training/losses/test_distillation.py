@@ -8,12 +8,12 @@ from scipy.stats import entropy as scipy_entropy
 from torch.distributions import Categorical, kl_divergence
 
 from nobackfill.training.losses.distillation import (
-    distillation,
+    distillation_loss,
     entropy,
-    focal_distillation,
+    focal_distillation_loss,
     focal_weights,
-    forward_kl,
-    reversed_kl,
+    forward_kl_divergence,
+    reversed_kl_divergence,
     true_class_probability,
 )
 
@@ -39,17 +39,19 @@ def test_distillation_is_the_cross_entropy_from_old_to_new() -> None:
         )
         for i in range(9)
     ]
-    torch.testing.assert_close(distillation(new, old), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        distillation_loss(new, old), torch.tensor(expected, dtype=torch.float64)
+    )
     # Least where both agree, and then the entropy of the old response.
-    torch.testing.assert_close(distillation(old, old), shannon(old))
-    assert (distillation(new, old) > distillation(old, old)).all()
+    torch.testing.assert_close(distillation_loss(old, old), shannon(old))
+    assert (distillation_loss(new, old) > distillation_loss(old, old)).all()
 
 
 def test_distillation_moves_the_new_side_alone() -> None:
     new, old = logits()
     new.requires_grad_()
     old.requires_grad_()
-    distillation(new, old).sum().backward()  # type: ignore[no-untyped-call]
+    distillation_loss(new, old).sum().backward()  # type: ignore[no-untyped-call]
     assert old.grad is None and new.grad is not None
     torch.testing.assert_close(new.grad, (new.softmax(1) - old.softmax(1)).detach())
 
@@ -57,15 +59,17 @@ def test_distillation_moves_the_new_side_alone() -> None:
 def test_the_two_kls_have_their_directions() -> None:
     predicted, target = logits()
     p, t = Categorical(logits=predicted), Categorical(logits=target)
-    torch.testing.assert_close(forward_kl(predicted, target), kl_divergence(t, p))
-    torch.testing.assert_close(reversed_kl(predicted, target), kl_divergence(p, t))
-    assert not torch.allclose(forward_kl(predicted, target), reversed_kl(predicted, target))
+    torch.testing.assert_close(forward_kl_divergence(predicted, target), kl_divergence(t, p))
+    torch.testing.assert_close(reversed_kl_divergence(predicted, target), kl_divergence(p, t))
+    assert not torch.allclose(
+        forward_kl_divergence(predicted, target), reversed_kl_divergence(predicted, target)
+    )
 
 
 def test_kl_gradients_reach_the_prediction() -> None:
     predicted, target = logits()
     predicted.requires_grad_()
-    for loss in (forward_kl, reversed_kl):
+    for loss in (forward_kl_divergence, reversed_kl_divergence):
         (gradient,) = torch.autograd.grad(loss(predicted, target).sum(), predicted)
         stepped = predicted - 0.01 * gradient
         assert loss(stepped, target).sum() < loss(predicted, target).sum()
@@ -79,7 +83,7 @@ def test_focal_distillation_weighs_what_the_old_model_got_right() -> None:
     assert weights.tolist() == [1] * 4 + [6] * 5
     old_t, new_t = Categorical(logits=old / 2), Categorical(logits=new / 2)
     torch.testing.assert_close(
-        focal_distillation(new, old, labels, 2.0), weights * kl_divergence(old_t, new_t)
+        focal_distillation_loss(new, old, labels, 2.0), weights * kl_divergence(old_t, new_t)
     )
 
 

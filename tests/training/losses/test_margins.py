@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
 
 from nobackfill.training.losses.margins import (
-    arcface,
-    cosface,
+    arcface_loss,
+    cosface_loss,
     cosines,
-    share_of_batch,
+    loss_share_of_batch,
     weight_spread,
 )
 
@@ -28,7 +28,7 @@ def test_cosface_is_pytorch_metric_learnings(margin: float, scale: float) -> Non
     embedding, weights, labels = setting()
     reference = CosFaceLoss(5, 6, margin=margin, scale=scale)
     reference.W.data = weights.t().float()
-    ours = cosface(cosines(embedding, weights), labels, margin, scale)
+    ours = cosface_loss(cosines(embedding, weights), labels, margin, scale)
     assert ours.shape == (12,)
     assert float(ours.mean()) == pytest.approx(
         float(reference(embedding.float(), labels).detach()), rel=1e-5
@@ -40,7 +40,7 @@ def test_arcface_is_pytorch_metric_learnings(margin: float, scale: float) -> Non
     embedding, weights, labels = setting()
     reference = ArcFaceLoss(5, 6, margin=math.degrees(margin), scale=scale)
     reference.W.data = weights.t().float()
-    ours = arcface(cosines(embedding, weights), labels, margin, scale)
+    ours = arcface_loss(cosines(embedding, weights), labels, margin, scale)
     assert float(ours.mean()) == pytest.approx(
         float(reference(embedding.float(), labels).detach()), rel=1e-4
     )
@@ -48,7 +48,7 @@ def test_arcface_is_pytorch_metric_learnings(margin: float, scale: float) -> Non
 
 def test_arcface_is_dmu_equation_1_row_by_row() -> None:
     embedding, weights, labels = setting()
-    ours = arcface(cosines(embedding, weights), labels, 0.3, 30.0)
+    ours = arcface_loss(cosines(embedding, weights), labels, 0.3, 30.0)
     for row, label in enumerate(labels.tolist()):
         terms = []
         for j in range(5):
@@ -62,8 +62,8 @@ def test_margins_have_gradients_where_an_embedding_meets_its_weight() -> None:
     weights = torch.eye(3)
     embedding = torch.eye(3).requires_grad_()
     for loss in (
-        arcface(cosines(embedding, weights), torch.arange(3), 0.5, 64.0),
-        cosface(cosines(embedding, weights), torch.arange(3), 0.4, 32.0),
+        arcface_loss(cosines(embedding, weights), torch.arange(3), 0.5, 64.0),
+        cosface_loss(cosines(embedding, weights), torch.arange(3), 0.4, 32.0),
     ):
         (gradient,) = torch.autograd.grad(loss.sum(), embedding)
         assert torch.isfinite(gradient).all()
@@ -73,11 +73,11 @@ def test_a_margin_makes_the_loss_larger_and_pulls_towards_the_true_class() -> No
     embedding, weights, labels = setting()
     embedding.requires_grad_()
     cosine = cosines(embedding, weights)
-    assert (cosface(cosine, labels, 0.4, 8.0) > cosface(cosine, labels, 0.0, 8.0)).all()
-    loss = cosface(cosine, labels, 0.4, 8.0).mean()
+    assert (cosface_loss(cosine, labels, 0.4, 8.0) > cosface_loss(cosine, labels, 0.0, 8.0)).all()
+    loss = cosface_loss(cosine, labels, 0.4, 8.0).mean()
     (gradient,) = torch.autograd.grad(loss, embedding)
     moved = cosines(embedding - 0.01 * gradient, weights)
-    assert cosface(moved, labels, 0.4, 8.0).mean() < loss
+    assert cosface_loss(moved, labels, 0.4, 8.0).mean() < loss
 
 
 def test_half_precision_embeddings_are_widened() -> None:
@@ -91,7 +91,7 @@ def test_half_precision_embeddings_are_widened() -> None:
 
 def test_share_of_batch_and_spread() -> None:
     empty = torch.zeros(3, requires_grad=True)[:0]
-    share_of_batch(empty, 3).backward()  # type: ignore[no-untyped-call]
-    assert float(share_of_batch(empty.detach(), 3)) == 0
-    assert float(share_of_batch(torch.tensor([1.0, 3.0]), 8)) == 0.5
+    loss_share_of_batch(empty, 3).backward()  # type: ignore[no-untyped-call]
+    assert float(loss_share_of_batch(empty.detach(), 3)) == 0
+    assert float(loss_share_of_batch(torch.tensor([1.0, 3.0]), 8)) == 0.5
     assert float(weight_spread(torch.tensor([0.1, 0.4]))) == pytest.approx(4)

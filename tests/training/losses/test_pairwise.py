@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nobackfill.training.losses.pairwise import (
-    contrastive,
-    cosine_regression,
+    contrastive_loss,
+    cosine_regression_loss,
     half_squared_l2,
-    regress,
+    regression_loss,
 )
 
 
@@ -23,13 +23,13 @@ def test_l2_terms_by_hand() -> None:
     new, old = pair()
     for i in range(8):
         squared = sum((a - b) ** 2 for a, b in zip(new[i].tolist(), old[i].tolist(), strict=True))
-        assert float(regress(new, old)[i]) == pytest.approx(squared)
+        assert float(regression_loss(new, old)[i]) == pytest.approx(squared)
         assert float(half_squared_l2(new, old)[i]) == pytest.approx(squared / 2)
         # Unit vectors: |a - b|^2 = 2 - 2 cos.
-        assert float(cosine_regression(new, old)[i]) == pytest.approx(squared / 2)
+        assert float(cosine_regression_loss(new, old)[i]) == pytest.approx(squared / 2)
 
 
-@pytest.mark.parametrize("term", [regress, half_squared_l2, cosine_regression])
+@pytest.mark.parametrize("term", [regression_loss, half_squared_l2, cosine_regression_loss])
 def test_minimising_brings_the_two_together(term: object) -> None:
     assert callable(term)
     new, old = pair()
@@ -43,13 +43,15 @@ def test_minimising_brings_the_two_together(term: object) -> None:
 
 def test_cosine_regression_does_not_see_lengths() -> None:
     new, old = pair()
-    torch.testing.assert_close(cosine_regression(3 * new, old), cosine_regression(new, 5 * old))
+    torch.testing.assert_close(
+        cosine_regression_loss(3 * new, old), cosine_regression_loss(new, 5 * old)
+    )
 
 
 def test_contrastive_is_equation_12() -> None:
     new, old = pair()
     labels = torch.tensor([0, 0, 1, 1, 1, 2, 3, 0])
-    ours = contrastive(2 * new, 3 * old, labels, 0.1)
+    ours = contrastive_loss(2 * new, 3 * old, labels, 0.1)
     for i in range(8):
         candidates = [i] + [k for k in range(8) if labels[k] != labels[i]]
         terms = {k: math.exp(float(new[i] @ old[k]) / 0.1) for k in candidates}
@@ -59,7 +61,7 @@ def test_contrastive_is_equation_12() -> None:
 def test_contrastive_without_negatives_is_zero_and_finite() -> None:
     new, old = pair()
     new.requires_grad_()
-    loss = contrastive(new, old, torch.zeros(8, dtype=torch.int64), 0.1)
+    loss = contrastive_loss(new, old, torch.zeros(8, dtype=torch.int64), 0.1)
     torch.testing.assert_close(loss, torch.zeros_like(loss))
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert torch.isfinite(gradient).all()

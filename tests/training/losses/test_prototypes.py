@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nobackfill.training.losses.prototypes import (
-    by_class,
     class_average,
     refined_average,
     refined_features,
+    stack_by_class,
     transition_matrix,
     trimmed_average,
 )
@@ -90,7 +90,7 @@ def test_drop_average_drops_the_farthest_tenth() -> None:
 def test_by_class_gathers_rows_of_each_class() -> None:
     labels = torch.tensor([2, 0, 2, 1, 0])
     values = torch.arange(5.0)[:, None]
-    made = by_class(labels, 3, lambda rows: values[rows].sum(0))
+    made = stack_by_class(labels, 3, lambda rows: values[rows].sum(0))
     assert made.tolist() == [[5.0], [3.0], [2.0]]
     with pytest.raises(ValueError, match=r"class number 3 of .* has no training image"):
-        by_class(labels, 4, lambda rows: values[rows].sum(0))
+        stack_by_class(labels, 4, lambda rows: values[rows].sum(0))

@@ -7,11 +7,11 @@ import torch
 from scipy.stats import norm
 
 from nobackfill.training.losses.gaussian import attenuated_loss, gaussian_nll, variance_factor
-from nobackfill.training.losses.lce import boundary_loss, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment_loss
 from nobackfill.training.losses.listwise import (
-    listwise,
+    listwise_loss,
     mean_squared_distance,
-    same_class,
+    same_class_loss,
     squared_distances,
 )
 
@@ -76,7 +76,7 @@ def test_same_class_is_the_cross_entropy_to_the_items_of_the_class() -> None:
     queue, queue_labels = torch.randn(15, 6, dtype=torch.float64), torch.arange(15) % 4
     # One row without a label, one of a class that the queue lacks.
     labels = torch.tensor([0, 1, 2, 3, -1, 0, 1, 2, 3, 9])
-    ours = same_class(predicted, labels, queue, queue_labels, 2.0)
+    ours = same_class_loss(predicted, labels, queue, queue_labels, 2.0)
     for i in range(10):
         near = [math.exp(-float((predicted[i] - q).square().sum()) / 2) for q in queue]
         own = [k for k in range(15) if int(queue_labels[k]) == int(labels[i])]
@@ -89,7 +89,7 @@ def test_listwise_is_the_cross_entropy_of_neighbour_distributions() -> None:
     predicted, target = sides()
     torch.manual_seed(6)
     queue = torch.randn(15, 6, dtype=torch.float64)
-    ours = listwise(predicted, target, queue, 2.0)
+    ours = listwise_loss(predicted, target, queue, 2.0)
     for i in range(10):
         wanted = [math.exp(-float((target[i] - q).square().sum()) / 2) for q in queue]
         seen = [math.exp(-float((predicted[i] - q).square().sum()) / 2) for q in queue]
@@ -98,7 +98,7 @@ def test_listwise_is_the_cross_entropy_of_neighbour_distributions() -> None:
         )
         assert float(ours[i]) == pytest.approx(expected)
     # Least where the prediction is the target.
-    assert (listwise(target, target, queue, 2.0) <= ours).all()
+    assert (listwise_loss(target, target, queue, 2.0) <= ours).all()
 
 
 def test_mean_squared_distance_by_pairs() -> None:
@@ -112,12 +112,12 @@ def test_mean_squared_distance_by_pairs() -> None:
 def test_centre_alignment_compares_class_means() -> None:
     predicted, target = sides()
     labels = torch.tensor([7, 7, 3, 3, 3, 0, 0, 7, 0, 3])
-    ours = centre_alignment(predicted, target, labels)
+    ours = centre_alignment_loss(predicted, target, labels)
     for place, label in enumerate([0, 3, 7]):
         a, b = predicted[labels == label].mean(0), target[labels == label].mean(0)
         expected = 1 - torch.cosine_similarity(a, b, dim=0)
         torch.testing.assert_close(ours[place], expected)
-    zero = centre_alignment(target, target, labels)
+    zero = centre_alignment_loss(target, target, labels)
     torch.testing.assert_close(zero, torch.zeros_like(zero), atol=1e-12, rtol=0)
 
 

@@ -84,5 +84,5 @@ def objective(inputs: UpgradeInputs) -> Objective:
     """What trains the untrained upgrade of the inputs' method."""
     method = upgrade_method(inputs.config.method)
     torch.manual_seed(0)
-    assert method.objective is not None
-    return method.objective(method.build(inputs.config, inputs.shape), inputs)
+    assert method.make_objective is not None
+    return method.make_objective(method.build_network(inputs.config, inputs.shape), inputs)

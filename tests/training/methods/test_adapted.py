@@ -11,7 +11,7 @@ from torch import Tensor
 from nobackfill.errors import ConfigurationError
 from nobackfill.metrics.distances import to_unit_norm
 from nobackfill.training.export.onnx_export import export_onnx, run_onnx
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.loop.run import Checkpoint, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.methods import embedder_method
@@ -48,9 +48,11 @@ def adapt(
         log_every=1000,
     )
     torch.manual_seed(1)
-    made = embedder_method(name).objective(inputs)
+    made = embedder_method(name).make_objective(inputs)
     made.start_from(independent, tiny.NAMES)
-    fit(made, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False))
+    train_objective(
+        made, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False)
+    )
     return folder
 
 
@@ -76,7 +78,7 @@ def of(encoder: ImageEncoder, images: Tensor) -> NDArray[np.float64]:
 
 def layer(run_dir: Path) -> NDArray[np.float64]:
     """The embedding layer's weights with their bias as a column."""
-    part = read_finished(run_dir).part("encoder")
+    part = read_finished(run_dir).part_tensors("encoder")
     weight, bias = (part[f"backbone.6.{name}"] for name in ("weight", "bias"))
     return torch.cat((weight, bias[:, None]), 1).double().numpy()
 
@@ -105,7 +107,7 @@ def test_the_first_elements_come_to_meet_the_old_vectors(
     assert after.shape == (len(then), tiny.ADAPTED[name])
     assert meets(before, then) < 0.5 and meets(after, then) > 0.8
     # Nothing else of the independent model has changed.
-    kept, made = independent.part("encoder"), read_finished(run).part("encoder")
+    kept, made = independent.part_tensors("encoder"), read_finished(run).part_tensors("encoder")
     assert kept.keys() == made.keys()
     for key, tensor in kept.items():
         assert torch.equal(tensor, made[key]) == (not key.startswith("backbone.6.")), key
@@ -141,7 +143,7 @@ def test_a_backbone_without_a_linear_layer_is_refused(
         backbone="fct_resnet50",
     )
     with pytest.raises(ConfigurationError, match="fct_resnet50 has no linear layer"):
-        embedder_method(name).objective(inputs)
+        embedder_method(name).make_objective(inputs)
 
 
 def test_bt2_turns_what_it_keeps_and_puts_the_rest_beside_it(
@@ -206,7 +208,7 @@ def test_what_cannot_be_kept_is_refused(
 ) -> None:
     def start(name: str, **changes: object) -> None:
         values = {"method": name, "init": independent.config.run_dir} | changes
-        made = embedder_method(name).objective(tiny.inputs(tmp_path, old, **values))
+        made = embedder_method(name).make_objective(tiny.inputs(tmp_path, old, **values))
         made.start_from(independent, tiny.NAMES)
 
     for name in tiny.ADAPTED:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.method import CPU, Classifier
 from nobackfill.training.methods import embedder_method
-from nobackfill.training.methods.compatible import encode_all
+from nobackfill.training.methods.compatible import encode_images
 from tests.training.methods import tiny
 
 SIMPLEX: dict[str, object] = {"head": "simplex", "margin": None}
@@ -23,12 +23,14 @@ def searched(folder: Path, head: dict[str, object], method: str, old: Classifier
     The query model learns all classes, without the old model and from other weights."""
     inputs = tiny.inputs(folder, None, seed=7, epochs=12, method=method, **head)
     torch.manual_seed(7)
-    objective = embedder_method(method).objective(inputs)
-    fit(objective, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False))
+    objective = embedder_method(method).make_objective(inputs)
+    train_objective(
+        objective, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False)
+    )
     labels = inputs.labels
     known = labels < len(old.class_names)
-    queries = encode_all(objective.embedder, inputs.images[known], CPU)
-    gallery = encode_all(old.encoder, inputs.images[known], CPU)
+    queries = encode_images(objective.embedder, inputs.images[known], CPU)
+    gallery = encode_images(old.encoder, inputs.images[known], CPU)
     cosines = F.normalize(queries) @ F.normalize(gallery).t()
     nearest = cosines.fill_diagonal_(-2).argmax(1)
     return float((labels[known][nearest] == labels[known]).float().mean())
@@ -55,7 +57,7 @@ def test_old_models_of_other_spaces_are_refused(
     def refused(old: Classifier | None, message: str, **changes: object) -> None:
         keys = {"method": "d_simplex", **SIMPLEX, **changes}
         with pytest.raises(ConfigurationError, match=message):
-            method.objective(tiny.inputs(tmp_path / "new", old, **keys))
+            method.make_objective(tiny.inputs(tmp_path / "new", old, **keys))
 
     refused(None, "expected head: simplex, .*, got head: cosface", head="cosface")
     refused(old, "to have head: simplex and embedding_dim: 8")
@@ -65,4 +67,4 @@ def test_old_models_of_other_spaces_are_refused(
     gone = replace(apart, class_names=("ant", "bee", "cow"))
     refused(gone, "these classes are at other places: cow;")
     inputs = tiny.inputs(tmp_path / "new", apart, method="d_simplex", **SIMPLEX)
-    assert method.objective(inputs).head.classifier().shape == (9, 8)
+    assert method.make_objective(inputs).head.classifier().shape == (9, 8)

@@ -8,7 +8,7 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
-from nobackfill.training.losses.margins import cosface, cosines
+from nobackfill.training.losses.margins import cosface_loss, cosines
 from nobackfill.training.method import Classifier
 from nobackfill.training.methods.bct import BctSynthesizedObjective
 from nobackfill.training.methods.dmu import DmuObjective
@@ -54,7 +54,7 @@ def test_uniform_dmu_without_psi_is_bct_sys(tmp_path: Path, old: Classifier) -> 
     sys = tiny.objective("bct_sys", tmp_path, old)
     assert isinstance(dmu, DmuObjective) and isinstance(sys, BctSynthesizedObjective)
     embedding, labels = torch.randn(16, 8), torch.arange(16) % 4
-    expected = sys.compatibility(embedding, torch.zeros(16, 3, 8, 8), labels)["influence"]
+    expected = sys.compatibility_terms(embedding, torch.zeros(16, 3, 8, 8), labels)["influence"]
     losses = dmu.old_space_losses(embedding, torch.zeros(16, 8), labels)
     torch.testing.assert_close(losses.mean(), expected)
 
@@ -83,7 +83,7 @@ def test_dmus_weights_are_the_old_classifiers_answers_to_old_embeddings(
     spread = weights.max() / weights.min()
     assert made.statistics["weight_spread"] == pytest.approx(spread, rel=1e-4)
     embedding = made.embedder.encode(pixels).detach()
-    losses = cosface(cosines(embedding, classifier), labels, 0.2, 16.0).double().numpy()
+    losses = cosface_loss(cosines(embedding, classifier), labels, 0.2, 16.0).double().numpy()
     assert float(terms["selective"].detach()) == pytest.approx(0.5 * weights @ losses, rel=1e-4)
 
 

@@ -13,12 +13,12 @@ from scipy.special import softmax
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.loop.loop import ProgressBars, fit
-from nobackfill.training.losses.margins import cosface, cosines
+from nobackfill.training.loop.loop import ProgressBars, train_objective
+from nobackfill.training.losses.margins import cosface_loss, cosines
 from nobackfill.training.method import CPU, Classifier, EmbedderInputs
 from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
 from nobackfill.training.methods.bct import BctObjective, BctSynthesizedObjective
-from nobackfill.training.methods.compatible import CompatibleObjective, encode_all
+from nobackfill.training.methods.compatible import CompatibleObjective, encode_images
 from nobackfill.training.methods.mixbct import MixBctObjective
 from nobackfill.training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
 from nobackfill.training.networks.embedder import to_pixels
@@ -37,11 +37,11 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     before = {k: v.clone() for k, v in old.encoder.state_dict().items()}
     inputs = tiny.inputs(tmp_path / "run", old, method=name, checkpoint_every=1)
     torch.manual_seed(1)
-    made = embedder_method(name).objective(inputs)
-    checkpoint = fit(
+    made = embedder_method(name).make_objective(inputs)
+    checkpoint = train_objective(
         made, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False)
     )
-    assert checkpoint.finished
+    assert checkpoint.is_finished
     for key, value in old.encoder.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert not old.encoder.training
@@ -50,7 +50,7 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     lines = [json.loads(line) for line in text.splitlines()]
     first, last = (sum(line["classification"] for line in part) for part in (lines[:6], lines[-6:]))
     assert last < first
-    vectors = encode_all(made.embedder, inputs.images, CPU)
+    vectors = encode_images(made.embedder, inputs.images, CPU)
     assert torch.isfinite(vectors).all()
 
 
@@ -64,7 +64,7 @@ def test_the_terms_pull_the_new_space_towards_the_old_one(
     for epoch in range(4):
         made.begin_epoch(epoch, 4)
     images, labels = tiny.rows()["images"], tiny.rows()["labels"]
-    then = encode_all(old.encoder, images, CPU)
+    then = encode_images(old.encoder, images, CPU)
     centres = torch.stack([then[labels == c].mean(0) for c in (0, 1)])
 
     def accuracy() -> float:
@@ -109,10 +109,10 @@ def test_influence_is_equation_8_on_t_old_alone(tmp_path: Path, old: Classifier)
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
     weights = old.head.classifier()
     rows = [0, 1, 4, 5]
-    losses = cosface(cosines(embedding[rows], weights), labels[rows], 0.2, 16.0)
-    term = made.compatibility(embedding, torch.zeros(8, 3, 8, 8), labels)["influence"]
+    losses = cosface_loss(cosines(embedding[rows], weights), labels[rows], 0.2, 16.0)
+    term = made.compatibility_terms(embedding, torch.zeros(8, 3, 8, 8), labels)["influence"]
     assert float(term) == pytest.approx(0.5 * float(losses.sum()) / 8, rel=1e-5)
-    none_known = made.compatibility(embedding[2:4], torch.zeros(2, 3, 8, 8), labels[2:4])
+    none_known = made.compatibility_terms(embedding[2:4], torch.zeros(2, 3, 8, 8), labels[2:4])
     assert float(none_known["influence"]) == 0
 
 
@@ -135,7 +135,7 @@ def test_terms_on_a_part_of_the_classes_leave_the_others_out(
     if name == "l2":
         losses, part = 0.5 * (embedding - then).square().sum(1).numpy(), ~part
     assert 0 < part.sum() < 16
-    ours = made.compatibility(embedding, pixels, labels)[term]
+    ours = made.compatibility_terms(embedding, pixels, labels)[term]
     assert float(ours) == pytest.approx(0.5 * losses[part].sum() / 16, rel=1e-4)
 
 
@@ -145,7 +145,7 @@ def test_old_and_new_model_see_one_augmentation_or_two_as_the_method_says(
 ) -> None:
     """DMU section 3.3: two augmentations of an image; the others compare one view with itself."""
     inputs = tiny.inputs(tmp_path, old, method=name, augmentation={"noise": 0.1})
-    made = embedder_method(name).objective(inputs)
+    made = embedder_method(name).make_objective(inputs)
     seen: list[torch.Tensor] = []
 
     def see(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
@@ -185,7 +185,7 @@ def test_synthesized_rows_are_average_old_features(tmp_path: Path, old: Classifi
 def test_a_softmax_head_gets_rows_of_its_own_length(tmp_path: Path) -> None:
     soft = tiny.old_model(tmp_path / "soft", head="softmax", margin=None, scale=None)
     inputs = tiny.inputs(tmp_path, soft, method="bct_sys", head="softmax", margin=None, scale=None)
-    made = embedder_method("bct_sys").objective(inputs)
+    made = embedder_method("bct_sys").make_objective(inputs)
     assert isinstance(made, BctSynthesizedObjective)
     norms = made.old_classifier.weights.norm(dim=1)
     torch.testing.assert_close(norms[2:], norms[:2].mean().expand(2))
@@ -200,7 +200,7 @@ def test_a_longer_embedding_is_compatible_in_its_first_elements(
         if name == "mixbct":
             continue
         inputs = tiny.inputs(tmp_path, old, method=name, embedding_dim=12)
-        made = embedder_method(name).objective(inputs)
+        made = embedder_method(name).make_objective(inputs)
         assert isinstance(made, CompatibleObjective)
         made.begin_epoch(3, 4)
         assert torch.isfinite(torch.stack(list(made(tiny.batch()).values()))).all()
@@ -213,18 +213,20 @@ def test_a_longer_embedding_is_compatible_in_its_first_elements(
     with pytest.raises(
         ConfigurationError, match=r"embedding_dim of at least 8, the old model's, .* got 4"
     ):
-        embedder_method("bct").objective(tiny.inputs(tmp_path, old, method="bct", embedding_dim=4))
+        embedder_method("bct").make_objective(
+            tiny.inputs(tmp_path, old, method="bct", embedding_dim=4)
+        )
     # One classifier reads its mixtures of old and new embeddings.
     with pytest.raises(ConfigurationError, match="expected embedding_dim: 8, the old model's"):
         longer = tiny.inputs(tmp_path, old, method="mixbct", embedding_dim=12)
-        embedder_method("mixbct").objective(longer)
+        embedder_method("mixbct").make_objective(longer)
 
 
 def test_an_old_model_of_another_input_size_sees_resized_pixels(
     tmp_path: Path, old: Classifier
 ) -> None:
     inputs = tiny.inputs(tmp_path, old, method="regress", image_size=16)
-    made = embedder_method("regress").objective(inputs)
+    made = embedder_method("regress").make_objective(inputs)
     assert isinstance(made, CompatibleObjective)
     # Of one colour each, so that a resize changes nothing but the size.
     colours = torch.rand(5, 3, 1, 1)
@@ -291,7 +293,7 @@ def test_images_are_encoded_where_the_training_runs(
     """On torch's device that computes nothing: what comes from there cannot be brought back."""
     inputs = encoding_on("meta", name, tmp_path, old)
     with pytest.raises(NotImplementedError, match="meta"):
-        embedder_method(name).objective(inputs).begin_epoch(1, 4)
+        embedder_method(name).make_objective(inputs).begin_epoch(1, 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
@@ -300,10 +302,10 @@ def test_what_an_accelerator_encodes_is_what_a_processor_does(
     name: str, tmp_path: Path, old: Classifier
 ) -> None:
     images = tiny.rows()["images"]
-    there = encode_all(old.encoder, images, torch.device("cuda"))
+    there = encode_images(old.encoder, images, torch.device("cuda"))
     assert next(old.encoder.parameters()).device == there.device == CPU
-    torch.testing.assert_close(there, encode_all(old.encoder, images, CPU), atol=1e-4, rtol=1e-4)
-    embedder_method(name).objective(encoding_on("cuda", name, tmp_path, old)).begin_epoch(1, 4)
+    torch.testing.assert_close(there, encode_images(old.encoder, images, CPU), atol=1e-4, rtol=1e-4)
+    embedder_method(name).make_objective(encoding_on("cuda", name, tmp_path, old)).begin_epoch(1, 4)
 
 
 def test_vanilla_prototypes_are_class_averages(tmp_path: Path, old: Classifier) -> None:
@@ -322,7 +324,7 @@ def test_wrong_options_and_missing_models_are_refused(tmp_path: Path, old: Class
     with pytest.raises(ConfigurationError, match=r"speed: .*has the options weight, prototypes"):
         tiny.objective("unibct", tmp_path, old, speed=3)
     with pytest.raises(ConfigurationError, match=r"method bct .* old model's run folder"):
-        embedder_method("bct").objective(tiny.inputs(tmp_path, None, method="bct"))
+        embedder_method("bct").make_objective(tiny.inputs(tmp_path, None, method="bct"))
     with pytest.raises(
         ConfigurationError, match="unknown embedder method 'bcd'; expected one of bct"
     ):
@@ -336,7 +338,7 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
         tmp_path, old, method="mixbct", options={"share": 0.4, "kept": 0.5}, augmentation={}
     )
     torch.manual_seed(0)
-    made = embedder_method("mixbct").objective(inputs)
+    made = embedder_method("mixbct").make_objective(inputs)
     assert isinstance(made, MixBctObjective)
     batch = {**tiny.batch(), "rows": torch.arange(16)}
     met: list[torch.Tensor] = []
@@ -351,7 +353,7 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
     then = old.encoder(batch["images"])
     is_old = torch.stack([(one - then).abs().amax(1) < 1e-5 for one in met])
     # Of each class the half nearest to its mean, and of these as often as asked.
-    every = encode_all(old.encoder, inputs.images, CPU).numpy()
+    every = encode_images(old.encoder, inputs.images, CPU).numpy()
     for row in range(16):
         mates = np.flatnonzero((inputs.labels == inputs.labels[row]).numpy())
         own = every[mates]
@@ -364,4 +366,4 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
     assert all(p.grad is None for p in old.encoder.parameters())
     longer = tiny.inputs(tmp_path, old, method="mixbct", embedding_dim=9)
     with pytest.raises(ConfigurationError, match="embedding_dim: 8, the old model's, got 9"):
-        embedder_method("mixbct").objective(longer)
+        embedder_method("mixbct").make_objective(longer)

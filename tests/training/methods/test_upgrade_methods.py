@@ -108,9 +108,13 @@ def test_side_information_is_worth_something_and_may_stand_alone(name: str, tmp_
 def test_affine_is_the_least_squares_solution(tmp_path: Path) -> None:
     inputs = features.inputs(tmp_path / "run", method="affine")
     upgrade = trained(inputs)
-    x = torch.cat((inputs.rows["old"], inputs.rows["side"]), 2).flatten(0, 1).double()
+    x = (
+        torch.cat((inputs.training_features["old"], inputs.training_features["side"]), 2)
+        .flatten(0, 1)
+        .double()
+    )
     ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), 1)
-    y = inputs.rows["new"].flatten(0, 1).double()
+    y = inputs.training_features["new"].flatten(0, 1).double()
     expected = ones @ torch.linalg.lstsq(ones, y).solution
     found = upgrade(x[:, :6].float(), x[:, 6:].float()).embedding
     assert (found - expected).abs().max() < 0.05 * y.abs().max()
@@ -127,8 +131,11 @@ def noisy(rows: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, torch.Ten
 
 def test_fastfills_variance_finds_the_hard_images_and_is_calibrated(tmp_path: Path) -> None:
     plain = features.inputs(tmp_path / "run", method="fastfill", epochs=20)
-    train, held_out = noisy(dict(plain.rows), 1)[0], noisy(dict(plain.held_out), 2)[0]
-    inputs = dataclasses.replace(plain, rows=train, held_out=held_out)
+    train, held_out = (
+        noisy(dict(plain.training_features), 1)[0],
+        noisy(dict(plain.held_out_features), 2)[0],
+    )
+    inputs = dataclasses.replace(plain, training_features=train, held_out_features=held_out)
     upgrade = trained(inputs)
     rows, hard = noisy(features.rows(1000, 9, 1), 3)
     upgraded = upgrade(rows["old"][:, 0], rows["side"][:, 0])
@@ -143,7 +150,13 @@ def test_fastfills_variance_finds_the_hard_images_and_is_calibrated(tmp_path: Pa
 def test_a_published_model_gets_a_classifier_of_class_averages(unit: bool, tmp_path: Path) -> None:
     inputs = features.inputs(tmp_path, unit=unit, method="fastfill")
     headless = UpgradeInputs(
-        inputs.config, inputs.shape, inputs.class_names, inputs.rows, inputs.held_out, None, ()
+        inputs.config,
+        inputs.shape,
+        inputs.class_names,
+        inputs.training_features,
+        inputs.held_out_features,
+        None,
+        (),
     )
     classifier, labels = new_classifier(headless)
     assert labels.tolist() == [0, 1, 2, 3, 4]
@@ -174,8 +187,11 @@ def test_ours_reads_no_labels(tmp_path: Path) -> None:
     for name in ("labels", "others"):
         inputs = features.inputs(tmp_path / name, method="residual", epochs=2)
         if name == "others":
-            other = {**inputs.rows, "labels": inputs.rows["labels"].flip(0).roll(3)}
-            inputs = dataclasses.replace(inputs, rows=other)
+            other = {
+                **inputs.training_features,
+                "labels": inputs.training_features["labels"].flip(0).roll(3),
+            }
+            inputs = dataclasses.replace(inputs, training_features=other)
         found.append(fit_upgrade(inputs, ProgressBars(visible=False), {}).tensors)
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
@@ -198,7 +214,7 @@ def test_soft_prototypes_print_class_averages_alone(tmp_path: Path) -> None:
 def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:
     def build(name: str, **changes: object) -> None:
         inputs = features.inputs(tmp_path, method=name, **changes)  # type: ignore[arg-type]
-        upgrade_method(name).build(inputs.config, inputs.shape)
+        upgrade_method(name).build_network(inputs.config, inputs.shape)
 
     with pytest.raises(ConfigurationError, match="reads_embedding: true"):
         build("procrustes", reads_embedding=False)
@@ -222,7 +238,7 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_rbts_bottleneck_is_half_of_the_space_unless_it_is_told() -> None:
     def widths(**options: int) -> list[int]:
-        h = ResidualBottlenecks(12, 8, RbtOptions(**options), unit=False)
+        h = ResidualBottlenecks(12, 8, RbtOptions(**options), unit_norm=False)
         return [m.out_features for m in h.modules() if isinstance(m, torch.nn.Linear)]
 
     assert widths() == [8, *(3 * [4, 8])]

@@ -15,7 +15,7 @@ from scipy.stats import entropy
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
-from nobackfill.training.losses.lce import boundary_loss, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment_loss
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
@@ -67,7 +67,7 @@ def test_joint_fastfill_weighs_distance_and_class_of_an_item_by_its_variance(
     predicted = (rows["new"] + torch.randn(12, 7)).requires_grad_()
     log_variance = torch.randn(12, requires_grad=True)
     terms = made.distance_terms(UpgradeOutput(predicted, None, log_variance), rows)
-    new = inputs.rows["new"].flatten(0, 1)
+    new = inputs.training_features["new"].flatten(0, 1)
     spread = float((new - new.mean(0)).square().sum(1).mean())
     expected = []
     for i in range(12):
@@ -88,11 +88,11 @@ def test_classification_meets_classes_by_name_and_leaves_unknown_ones_out(tmp_pa
     made = features.objective(inputs)
     assert isinstance(made, ForwardObjective) and inputs.new_head is not None
     predicted, labels = torch.randn(10, 7), torch.arange(10) % 5
-    whole = made.classification(predicted, labels)
+    whole = made.classification_loss(predicted, labels)
     expected = inputs.new_head(predicted, labels)
     torch.testing.assert_close(whole, expected)
     made.new_labels[:] = torch.tensor([0, 1, 2, -1, -1])
-    part = made.classification(predicted, labels)
+    part = made.classification_loss(predicted, labels)
     known = labels < 3
     torch.testing.assert_close(part, inputs.new_head(predicted[known], labels[known]) * 0.6)
 
@@ -106,7 +106,7 @@ def test_no_term_reads_a_label_of_a_mixed_view(method: str, tmp_path: Path) -> N
     for nonsense in (False, True):
         inputs = features.inputs(tmp_path, **keys)
         if nonsense:
-            inputs.rows["new"][:, 1] = 1e3
+            inputs.training_features["new"][:, 1] = 1e3
         # Classes then come from averages of the rows, as for a published model.
         objectives.append(features.objective(replace(inputs, new_head=None)))
     batch = {k: v[:64].clone() for k, v in features.rows(64, 3).items()}
@@ -133,7 +133,7 @@ def test_ours_trains_on_a_labelled_and_a_mixed_view_of_each_image(tmp_path: Path
     options = {"both_views": True, "same_class": 0.3, "classification": 0.1}
     keys: dict[str, Any] = {"method": "residual", "options": options, "epochs": 2}
     inputs = features.inputs(tmp_path / "run", mixed_views=1, log_every=1, **keys)
-    assert fit_upgrade(inputs, ProgressBars(visible=False), {}).finished
+    assert fit_upgrade(inputs, ProgressBars(visible=False), {}).is_finished
     lines = (tmp_path / "run" / "stats.jsonl").read_text().splitlines()
     assert len(lines) == 12 and all(json.loads(line)["same_class"] > 0 for line in lines)
     made = features.objective(inputs)
@@ -155,7 +155,10 @@ def test_the_distance_is_1_for_the_mean_of_the_new_embeddings(method: str, tmp_p
     inputs = features.inputs(tmp_path, method=method)
     made = features.objective(inputs)
     assert isinstance(made, FastFillObjective)
-    new, labels = inputs.rows["new"].flatten(0, 1), inputs.rows["labels"].repeat_interleave(2)
+    new, labels = (
+        inputs.training_features["new"].flatten(0, 1),
+        inputs.training_features["labels"].repeat_interleave(2),
+    )
     rows = {"new": new, "labels": labels}
     for share, expected in ((1.0, 1.0), (0.5, 0.25)):
         predicted = upgraded(new + share * (new.mean(0) - new))
@@ -202,7 +205,7 @@ def test_lces_boundary_is_that_of_the_new_classifiers_rows_by_class_name(tmp_pat
     outside = boundary_loss(predicted[known], rows["new"][known], weights, own[known])
     assert set(terms) == {"classification", "alignment", "boundary"}
     torch.testing.assert_close(terms["boundary"], outside.sum() / 20)
-    aligned = centre_alignment(predicted, rows["new"], rows["labels"])
+    aligned = centre_alignment_loss(predicted, rows["new"], rows["labels"])
     torch.testing.assert_close(terms["alignment"], aligned.mean())
 
 
@@ -212,7 +215,7 @@ def test_the_listwise_term_makes_neighbours_those_of_the_new_embedding(tmp_path:
     made = features.objective(inputs)
     assert isinstance(made, ResidualObjective)
     rows = view(20)
-    queue = inputs.rows["new"].flatten(0, 1)
+    queue = inputs.training_features["new"].flatten(0, 1)
     spread = torch.pdist(queue).square().mean()
 
     def answers(embedding: torch.Tensor) -> np.ndarray:
@@ -255,7 +258,7 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
         hooks.append(network.register_forward_hook(met))
     terms = made({k: v[:32] for k, v in features.rows(32, 1).items()})
     # One after the other, not all for each.
-    assert asked == [0, 1, 2] and h.active is None
+    assert asked == [0, 1, 2] and h.active_member is None
     terms["distance"].backward()
     assert all(p.grad is not None for network in h.members for p in network.parameters())
     for hook in hooks:
@@ -264,14 +267,14 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
     rows = view(20)
     outputs = []
     for number in range(3):
-        h.active = number
+        h.active_member = number
         outputs.append(h(rows["old"], rows["side"]))
-    h.active = None
+    h.active_member = None
     together = h(rows["old"], rows["side"])
     torch.testing.assert_close(together, (outputs[0] + outputs[1] + outputs[2]) / 3)
     assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
     halved = shrunk_copy(made.upgrade, 0.5).h(rows["old"], rows["side"])
-    straight = h.straight(h.whitened(rows["old"], rows["side"]))
+    straight = h.straight(h.whiten_inputs(rows["old"], rows["side"]))
     torch.testing.assert_close(halved, (straight + together) / 2)
 
 
@@ -288,7 +291,7 @@ def test_several_networks_are_distilled_into_one(tmp_path: Path) -> None:
         torch.nn.init.normal_(last.weight, std=0.3)
     rows = {k: v[:, 0] for k, v in features.rows(200, 7, unit=True).items() if v.ndim == 3}
     with torch.no_grad():
-        white = h.whitened(rows["old"], rows["side"])
+        white = h.whiten_inputs(rows["old"], rows["side"])
         outputs = torch.stack([network(white) for network in h.members])
         straight = h.straight(white)
         # By hand, on rows that the distillation does not see.

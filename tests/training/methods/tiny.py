@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from nobackfill.training.config import EmbedderConfig
-from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.loop.loop import ProgressBars, train_objective
 from nobackfill.training.method import Classifier, EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.compatible import CompatibleObjective
@@ -53,7 +53,9 @@ def old_model(run_dir: Path, classes: int = 2, **changes: object) -> Classifier:
     settings = config(run_dir, **changes)
     torch.manual_seed(settings.seed)
     objective = EmbedderObjective(settings, classes)
-    fit(objective, rows(classes), settings, NAMES[:classes], progress=ProgressBars(visible=False))
+    train_objective(
+        objective, rows(classes), settings, NAMES[:classes], progress=ProgressBars(visible=False)
+    )
     encoder = objective.embedder.eval().requires_grad_(False)
     return Classifier(encoder, objective.head.eval().requires_grad_(False), NAMES[:classes])
 
@@ -71,6 +73,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 def objective(name: str, run_dir: Path, old: Classifier, **options: object) -> CompatibleObjective:
     """What trains a method's new model from scratch."""
-    made = embedder_method(name).objective(inputs(run_dir, old, method=name, options=options))
+    made = embedder_method(name).make_objective(inputs(run_dir, old, method=name, options=options))
     assert isinstance(made, CompatibleObjective)
     return made

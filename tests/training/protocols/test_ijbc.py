@@ -8,9 +8,9 @@ import pytest
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.training.protocols.persons import (
     Faces,
-    ijbc,
     pool_templates,
     read_faces,
+    read_ijbc_protocol,
     read_pairs,
     read_subject_templates,
     search_templates,
@@ -43,32 +43,36 @@ def vectors(faces: Faces, noise: float, seed: int = 0) -> np.ndarray:
     """A vector a face around its person's."""
     rng = np.random.default_rng(seed)
     people = np.random.default_rng(99).normal(size=(PEOPLE, 8))
-    return people[faces.templates // 10] + noise * rng.normal(size=(len(faces.names), 8))
+    return people[faces.template_ids // 10] + noise * rng.normal(size=(len(faces.paths), 8))
 
 
 def test_templates_are_means_of_media_means(folder: Path) -> None:
     faces = read_faces(folder)
-    assert len(faces.names) == 4 * PEOPLE and faces.names[0] == "0_0.jpg"
+    assert len(faces.paths) == 4 * PEOPLE and faces.paths[0] == "0_0.jpg"
     given = vectors(faces, 0.5)
     templates = pool_templates(faces, given)
-    assert templates.ids.tolist() == sorted({*faces.templates.tolist()})
+    assert templates.ids.tolist() == sorted({*faces.template_ids.tolist()})
     expected = ((given[0] + given[1]) / 2 + given[2]) / 2
-    np.testing.assert_allclose(templates.of(np.array([0]))[0], expected / np.linalg.norm(expected))
+    np.testing.assert_allclose(
+        templates.vectors_of(np.array([0]))[0], expected / np.linalg.norm(expected)
+    )
     # Not the mean of the three images.
     assert not np.allclose(expected, given[:3].mean(0))
 
 
 def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
     faces, pairs = read_faces(folder), read_pairs(folder)
-    assert len(pairs.same) == PEOPLE**2 and pairs.same.sum() == PEOPLE
+    assert len(pairs.is_same_person) == PEOPLE**2 and pairs.is_same_person.sum() == PEOPLE
     new, old = (
         pool_templates(faces, vectors(faces, 1.2, 1)),
         pool_templates(faces, vectors(faces, 1.5, 2)),
     )
     found = verify_templates(pairs, new, old, (0.01, 0.1))
     scored = [
-        (float(new.of(np.array([a]))[0] @ old.of(np.array([b]))[0]), bool(same))
-        for a, b, same in zip(pairs.first, pairs.second, pairs.same, strict=True)
+        (float(new.vectors_of(np.array([a]))[0] @ old.vectors_of(np.array([b]))[0]), bool(same))
+        for a, b, same in zip(
+            pairs.first_template_ids, pairs.second_template_ids, pairs.is_same_person, strict=True
+        )
     ]
     for rate, value in found.items():
         best = 0.0
@@ -87,7 +91,7 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
     faces = read_faces(folder)
     probes = read_subject_templates(folder / "ijbc_1N_probe_mixed.csv")
     galleries = [read_subject_templates(folder / f"ijbc_1N_gallery_G{n}.csv") for n in (1, 2)]
-    assert galleries[0].templates.tolist() == [0, 10, 20, 30, 40, 50]
+    assert galleries[0].template_ids.tolist() == [0, 10, 20, 30, 40, 50]
     good = pool_templates(faces, vectors(faces, 0.05))
     perfect = search_templates(probes, galleries, good, good, (0.1,))
     own = {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
@@ -107,15 +111,15 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
     # Rank-1 of the first gallery by a loop.
     hits = []
     for person in range(6):
-        query = poor.of(np.array([10 * person + 1]))[0]
-        similar = [float(query @ poor.of(np.array([10 * other]))[0]) for other in range(6)]
+        query = poor.vectors_of(np.array([10 * person + 1]))[0]
+        similar = [float(query @ poor.vectors_of(np.array([10 * other]))[0]) for other in range(6)]
         hits.append(int(np.argmax(similar)) == person)
     assert single[0]["rank-1"] == pytest.approx(np.mean(hits))
     # Merged, every probe has a mate among twice as many strangers.
     hits = []
     for person in range(PEOPLE):
-        query = poor.of(np.array([10 * person + 1]))[0]
-        similar = [float(query @ poor.of(np.array([10 * o]))[0]) for o in range(PEOPLE)]
+        query = poor.vectors_of(np.array([10 * person + 1]))[0]
+        similar = [float(query @ poor.vectors_of(np.array([10 * o]))[0]) for o in range(PEOPLE)]
         hits.append(int(np.argmax(similar)) == person)
     assert both["merged rank-1"] == pytest.approx(np.mean(hits)) != both["rank-1"]
 
@@ -145,7 +149,7 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
     with pytest.raises(InvalidInputError, match="each of the 48 faces, got 47"):
         pool_templates(faces, np.ones((47, 8)))
     with pytest.raises(InvalidInputError, match=r"template 999 .* has no face"):
-        pool_templates(faces, vectors(faces, 0.1)).of(np.array([0, 999]))
+        pool_templates(faces, vectors(faces, 0.1)).vectors_of(np.array([0, 999]))
 
 
 @pytest.mark.parametrize("others", ["0,0\n10,1\n20,2", "999,999"])
@@ -161,4 +165,4 @@ def test_probes_of_one_kind_are_refused(folder: Path, others: str) -> None:
     (meta / "ijbc_1N_probe_mixed.csv").write_text(f"{head}1,0\n11,1\n")
     (meta / "ijbc_1N_gallery_G1.csv").write_text(f"{head}0,0")
     with pytest.raises(InvalidInputError, match="with and without a mate in gallery G2"):
-        ijbc(folder, folder)
+        read_ijbc_protocol(folder, folder)

@@ -14,16 +14,14 @@ from nobackfill.metrics.retrieval import average_precision, average_precision_at
 from nobackfill.training.protocols.landmarks import (
     MAP_AT,
     Difficulty,
-    gldv2,
     image_path,
     precision_at,
+    read_gldv2_protocol,
     read_landmarks,
+    read_oxford_protocol,
     read_plain_pickle,
     read_revisited,
     trapezoid_average_precision,
-)
-from nobackfill.training.protocols.landmarks import (
-    oxford as oxford_protocol,
 )
 
 IDS = [f"{i:016x}" for i in range(300)]
@@ -44,9 +42,9 @@ def landmarks(tmp_path: Path) -> Path:
 
 def test_landmarks_are_those_of_the_usage(landmarks: Path) -> None:
     private = read_landmarks(landmarks)
-    assert private.queries == ("q0", "q3") and len(private.index) == 300
+    assert private.query_ids == ("q0", "q3") and len(private.gallery_ids) == 300
     assert private.relevance.relevant[0].tolist() == [3, 7]
-    assert read_landmarks(landmarks, "Public").queries == ("q1",)
+    assert read_landmarks(landmarks, "Public").query_ids == ("q1",)
     assert image_path("a1b2") == "a/1/b/a1b2.jpg"
 
 
@@ -96,7 +94,7 @@ def test_files_that_give_no_figure_are_refused(what: str, tmp_path: Path) -> Non
         (tmp_path / image).parent.mkdir(parents=True)
         (tmp_path / image).touch()
     with pytest.raises(InvalidInputError, match=message):
-        gldv2(tmp_path, tmp_path)
+        read_gldv2_protocol(tmp_path, tmp_path)
 
 
 def truth() -> dict[str, object]:
@@ -138,8 +136,8 @@ def test_difficulties_set_answers_and_junk(
     path = tmp_path / "gnd.pkl"
     path.write_bytes(pickle.dumps(truth(), protocol=protocol))
     read = read_revisited(path, difficulty)
-    assert read.queries == ("all_souls_1", "ashmolean_2") and len(read.gallery) == 10
-    assert read.boxes[0] == (1.5, 2.0, 30.0, 40.0)
+    assert read.query_names == ("all_souls_1", "ashmolean_2") and len(read.gallery_names) == 10
+    assert read.query_boxes[0] == (1.5, 2.0, 30.0, 40.0)
     positive, ignored = EXPECTED[difficulty]
     assert read.relevance.relevant[0].tolist() == positive
     assert read.relevance.ignored[0].tolist() == ignored
@@ -238,4 +236,4 @@ def test_a_difficulty_without_answers_is_refused(oxford: Path) -> None:
     assert isinstance(queries, list)
     oxford.write_bytes(pickle.dumps(truth() | {"gnd": [one | {"hard": []} for one in queries]}))
     with pytest.raises(InvalidInputError, match=r"gnd_roxford5k\.pkl: .* any of 2 queries"):
-        oxford_protocol(oxford.parent, oxford.parent)
+        read_oxford_protocol(oxford.parent, oxford.parent)

@@ -9,7 +9,11 @@ from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank
 from nobackfill.metrics.retrieval import average_precision, cmc
-from nobackfill.training.protocols.persons import market_relevance, read_person_images, subsample
+from nobackfill.training.protocols.persons import (
+    draw_per_class,
+    market_relevance,
+    read_person_images,
+)
 
 GALLERY = [
     "-1_c1s1_000001_00.jpg",
@@ -36,8 +40,8 @@ def market(tmp_path: Path) -> Path:
 def test_names_say_person_and_camera(market: Path) -> None:
     gallery = read_person_images(market / "bounding_box_test")
     assert [path.name for path in gallery.paths] == sorted(GALLERY)
-    assert gallery.persons.tolist() == [-1, 0, 2, 2, 7, 7]
-    assert gallery.cameras.tolist() == [1, 2, 1, 2, 1, 3]
+    assert gallery.person_ids.tolist() == [-1, 0, 2, 2, 7, 7]
+    assert gallery.camera_ids.tolist() == [1, 2, 1, 2, 1, 3]
 
 
 def test_own_camera_and_bad_detections_are_junk_distractors_are_wrong(market: Path) -> None:
@@ -76,10 +80,10 @@ def faces(counts: list[int]) -> ImageListing:
 
 def test_the_subsample_has_fifty_of_each_subject_and_is_fixed() -> None:
     listing = faces([70, 50, 90])
-    rows = subsample(listing)
+    rows = draw_per_class(listing)
     assert np.bincount(listing.labels[rows]).tolist() == [50, 50, 50]
     assert len(np.unique(rows)) == 150 and (np.diff(rows) > 0).all()
-    assert np.array_equal(rows, subsample(listing))
-    assert not np.array_equal(rows, subsample(listing, seed=1))
+    assert np.array_equal(rows, draw_per_class(listing))
+    assert not np.array_equal(rows, draw_per_class(listing, seed=1))
     with pytest.raises(InvalidInputError, match="class n000001 of test: expected at least 50"):
-        subsample(faces([60, 49]))
+        draw_per_class(faces([60, 49]))

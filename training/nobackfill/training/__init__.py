@@ -5,8 +5,8 @@ Only this package and nobackfill.research import torch. Run `python training/tra
 so on. `nobackfill.research`, which only a checkout has, compares methods.
 
 >>> from nobackfill.training import load_config
->>> from nobackfill.training.config import configs
->>> config = load_config(configs() / "digits" / "embedder-1.yaml", ("epochs=3",))
+>>> from nobackfill.training.config import configs_folder
+>>> config = load_config(configs_folder() / "digits" / "embedder-1.yaml", ("epochs=3",))
 >>> config.kind, config.epochs
 ('embedder', 3)
 """

@@ -342,7 +342,7 @@ _KINDS: dict[str, type[BaseModel]] = {
 }
 
 
-def configs() -> Path:
+def configs_folder() -> Path:
     """Return the folder of ready configurations, in a checkout or in an installation.
 
     It has one folder for each data set, with YAML files in it. It is not checked that it exists. In
@@ -396,7 +396,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"the configuration file {path} does not exist; ready ones are in {configs()}"
+            f"the configuration file {path} does not exist; ready ones are in {configs_folder()}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(

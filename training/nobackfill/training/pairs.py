@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nobackfill.training.losses.listwise import listwise, mean_squared_distance
-from nobackfill.training.networks.maps import whitening_map
+from nobackfill.training.losses.listwise import listwise_loss, mean_squared_distance
+from nobackfill.training.networks.maps import fit_whitening_map
 
 Floats = NDArray[np.float32]
 # As in methods/residual.py, but with a width that trains on 2,000 pairs in seconds.
@@ -48,7 +48,7 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
     """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))
-    white = whitening_map(x, _WHITENING)
+    white = fit_whitening_map(x, _WHITENING)
     inputs = white(x.double()).float()
     order = torch.randperm(len(x), generator=generator)
     validation, training = order[: len(x) // 5], order[len(x) // 5 :]
@@ -60,7 +60,7 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
         migrated = base[rows] + network(inputs[rows])
         migrated = F.normalize(migrated) if unit else migrated
         distance = (migrated - target[rows]).square().sum(1) / spread
-        ranking = listwise(migrated, target[rows], queue, _TEMPERATURE * float(spread))
+        ranking = listwise_loss(migrated, target[rows], queue, _TEMPERATURE * float(spread))
         return (distance + ranking).mean()
 
     network = _network(x.shape[1], target.shape[1], generator)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nobackfill.training.config import SideEncoderConfig
-from nobackfill.training.data.augment import Augment, small_crops
+from nobackfill.training.data.augment import Augment, draw_small_crops
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.networks.embedder import (
     ImageEncoder,
@@ -60,11 +60,11 @@ class AlternateObjective(Objective):
     raises the errors of `side_objective`.
     """
 
-    def __init__(self, config: SideEncoderConfig, classes: int) -> None:
+    def __init__(self, config: SideEncoderConfig, class_count: int) -> None:
         super().__init__()
         self.encoder = build_encoder(config)
         self.head: Head = build_head(
-            config.head, classes, config.side_info_dim, margin=config.margin, scale=config.scale
+            config.head, class_count, config.side_info_dim, margin=config.margin, scale=config.scale
         )
         self.augment = Augment(config.augmentation)
         self.alpha = config.mixup_alpha if config.side_info == "mixup" else None
@@ -220,7 +220,7 @@ class SimclrObjective(Objective):
         first, second = both.chunk(2)
         terms = {"contrastive": nt_xent(first, second, temperature)}
         for number in range(self.config.small_crops):
-            crops = small_crops(pixels, self.config.augmentation, self.config.small_crop_area)
+            crops = draw_small_crops(pixels, self.config.augmentation, self.config.small_crop_area)
             anchor = self.projection(self.encoder.encode(crops))
             attraction = one_sided_nt_xent(anchor, first, temperature)
             attraction = attraction + one_sided_nt_xent(anchor, second, temperature)
@@ -397,7 +397,7 @@ _UNLABELLED: Mapping[str, Callable[[SideEncoderConfig], Objective]] = {
 }
 
 
-def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
+def side_objective(config: SideEncoderConfig, class_count: int) -> Objective:
     """Make the training objective of a side-information encoder.
 
     The network has random weights from torch's default generator; the key `weights` is not loaded.
@@ -405,7 +405,8 @@ def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
     Args:
         config: the configuration; its key side_info selects the objective. `inner` has none,
             because it is not trained, and raises KeyError.
-        classes: the number of classes; only `alternate` and `mixup` use it, and need at least 2.
+        class_count: the number of classes; only `alternate` and `mixup` use it, and need at least
+            2.
 
     Raises:
         ConfigurationError: the backbone is unknown or does not fit the other keys, or its package
@@ -414,5 +415,5 @@ def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
             not exist, or its description cannot be downloaded.
     """
     if config.side_info in ("alternate", "mixup"):
-        return AlternateObjective(config, classes)
+        return AlternateObjective(config, class_count)
     return _UNLABELLED[config.side_info](config)

@@ -5,11 +5,11 @@ A rival is one file of this folder with one class. To add yours, write a class w
 beside all others.
 
 >>> import numpy as np
->>> from nobackfill.research.rivals import TrainingVectors, rivals
+>>> from nobackfill.research.rivals import TrainingVectors, list_rivals
 >>> old = np.eye(4, dtype=np.float32)
->>> rotation = rivals()["procrustes"]()
->>> rotation.fit(TrainingVectors(old, old[::-1].copy(), None, None, unit=True), seed=0)
->>> rotation.maps, int(rotation.transform(old[:1], None).argmax())
+>>> rotation = list_rivals()["procrustes"]()
+>>> rotation.fit(TrainingVectors(old, old[::-1].copy(), None, None, unit_norm=True), seed=0)
+>>> rotation.mapped_vectors, int(rotation.transform(old[:1], None).argmax())
 ('items', 3)
 """
 
@@ -22,6 +22,6 @@ if TYPE_CHECKING:
         Rival as Rival,
         TrainingVectors as TrainingVectors,
     )
-    from nobackfill.research.rivals.rows import rivals as rivals
+    from nobackfill.research.rivals.rows import list_rivals as list_rivals
 else:
-    __getattr__ = export_lazily(__name__, {"rival": "Rival TrainingVectors", "rows": "rivals"})
+    __getattr__ = export_lazily(__name__, {"rival": "Rival TrainingVectors", "rows": "list_rivals"})

@@ -23,7 +23,7 @@ class DriftAdapterRival:
         kind: procrustes; low_rank, an affine map of rank 64; or residual, a network of width 256.
     """
 
-    maps: Literal["items", "queries"] = "queries"
+    mapped_vectors: Literal["items", "queries"] = "queries"
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind

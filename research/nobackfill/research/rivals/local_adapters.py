@@ -20,7 +20,7 @@ _LEAST, _SHRINKAGE = 100, 500
 class LocalAdapters:
     """Map a query by the affine map of its nearest cluster of new vectors."""
 
-    maps: Literal["items", "queries"] = "queries"
+    mapped_vectors: Literal["items", "queries"] = "queries"
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Cluster the new vectors by k-means, and fit one affine map per cluster.
@@ -42,7 +42,7 @@ class LocalAdapters:
         count = max(1, min(_CLUSTERS, len(train.new) // _LEAST))
         means = KMeans(count, n_init=2, random_state=seed).fit(train.new)
         self._centres = np.asarray(means.cluster_centers_, np.float64)
-        self._unit = train.unit
+        self._unit = train.unit_norm
         x, y = _with_one(train.new), train.old.astype(np.float64)
         penalty = 1e-3 * float(np.trace(x.T @ x)) / x.shape[1]
         ridge = penalty * np.eye(x.shape[1])

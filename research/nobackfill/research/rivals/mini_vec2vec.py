@@ -29,7 +29,7 @@ class MiniVec2Vec:
     It reads no pair: the new vectors are shuffled before anything else is done.
     """
 
-    maps: Literal["items", "queries"] = "items"
+    mapped_vectors: Literal["items", "queries"] = "items"
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Match clusters of both spaces by their similarities, then refine the rotation.
@@ -51,7 +51,7 @@ class MiniVec2Vec:
         rng = np.random.default_rng(seed)
         self._old_mean, self._new_mean = train.old.mean(axis=0), train.new.mean(axis=0)
         self._scale = float(np.linalg.norm(train.new - self._new_mean, axis=1).mean())
-        self._unit = train.unit
+        self._unit = train.unit_norm
         old = _directions(train.old - self._old_mean)
         new = _directions(train.new - self._new_mean)[rng.permutation(len(train.new))]
         dim = max(old.shape[1], new.shape[1])

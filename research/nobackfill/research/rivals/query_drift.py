@@ -12,7 +12,7 @@ from nobackfill.vectors import normalise
 class QueryDrift:
     """Subtract the mean difference between new and old vectors from each query."""
 
-    maps: Literal["items", "queries"] = "queries"
+    mapped_vectors: Literal["items", "queries"] = "queries"
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Compute the mean drift; `seed` is not used.
@@ -29,7 +29,7 @@ class QueryDrift:
                 "leave query_drift out of --methods"
             )
         self._drift = (train.new.mean(axis=0) - train.old.mean(axis=0)).astype(np.float32)
-        self._unit = train.unit
+        self._unit = train.unit_norm
 
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
         """Map queries [m, d] of the new model to [m, d]; unit vectors if the new ones are.

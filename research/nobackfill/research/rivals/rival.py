@@ -18,25 +18,25 @@ class TrainingVectors:
         new: [n, b] by the new model.
         side: [n, s] side-information that was stored with the old vectors; None without one.
         labels: int64 [n], the class of each item; None without classes.
-        unit: the new vectors have length 1.
+        unit_norm: the new vectors have length 1.
     """
 
     old: Floats
     new: Floats
     side: Floats | None
     labels: NDArray[np.int64] | None
-    unit: bool
+    unit_norm: bool
 
 
 class Rival(Protocol):
     """A transform that is fitted on pairs.
 
     Attributes:
-        maps: "items": it maps stored vectors into the new space. "queries": it maps queries of the
-            new model into the old space, so that no stored vector changes.
+        mapped_vectors: "items": it maps stored vectors into the new space. "queries": it maps
+            queries of the new model into the old space, so that no stored vector changes.
     """
 
-    maps: Literal["items", "queries"]
+    mapped_vectors: Literal["items", "queries"]
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Fit the transform, and replace an earlier fit.

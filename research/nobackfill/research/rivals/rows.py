@@ -10,7 +10,7 @@ from nobackfill.research.rivals.rival import Rival
 from nobackfill.research.rivals.trained import TrainedMap
 
 
-def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[], Rival]]:
+def list_rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[], Rival]]:
     """Return a constructor of each rival by its name, in the order of the table; nothing is fitted.
 
     Args:

@@ -24,7 +24,7 @@ _BATCH = 512
 class TrainedMap:
     """Migrate stored vectors by h of an upgrade method of nobackfill.training."""
 
-    maps: Literal["items", "queries"] = "items"
+    mapped_vectors: Literal["items", "queries"] = "items"
 
     def __init__(
         self, method: str, *, reads_side: bool, options: Mapping[str, float | bool],
@@ -99,7 +99,13 @@ class TrainedMap:
             rows["labels"] = torch.from_numpy(labels.astype(np.int64))
             class_names = tuple(map(str, names))
             inputs = UpgradeInputs(
-                config, upgrade_shape(rows, train.unit), class_names, rows, {}, None, class_names
+                config,
+                upgrade_shape(rows, train.unit_norm),
+                class_names,
+                rows,
+                {},
+                None,
+                class_names,
             )
             self._upgrade = load_upgrade(fit_upgrade(inputs, ProgressBars(visible=False), {}))
 

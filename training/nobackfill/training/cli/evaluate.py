@@ -282,7 +282,11 @@ def main(
         if report.criteria:
             print(protocol_criteria_table(report.criteria))
         if backfill:
-            print(protocol_backfill_table(report.backfill) if report.backfill else _NO_CURVE)
+            print(
+                protocol_backfill_table(report.backfill_curves)
+                if report.backfill_curves
+                else _NO_CURVE
+            )
         _write(json_file, lambda: _protocol_report(protocol, report))
         return
     if queries is None or gallery is None:
@@ -384,13 +388,13 @@ def _protocol_report(name: str, report: ProtocolReport) -> dict[str, object]:
         "backfill": {
             cell: {
                 order: {
-                    "shares": curve.shares.tolist(),
+                    "shares": curve.reembedded_shares.tolist(),
                     "figures": {key: values.tolist() for key, values in curve.figures.items()},
                     "means": {key: curve.mean_of(key) for key in curve.figures},
                 }
                 for order, curve in orders.items()
             }
-            for cell, orders in report.backfill.items()
+            for cell, orders in report.backfill_curves.items()
         },
     }
 

@@ -32,10 +32,10 @@ from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
 from nobackfill.training.export.assembly import (
-    Runs,
+    ReleaseModels,
     add_runs,
     check_models,
-    leave_out_trained,
+    leave_out_training_images,
     parse_vectors_of,
 )
 from nobackfill.training.export.drafting import ReleaseDraft
@@ -376,7 +376,7 @@ def main(
 ) -> None:
     """Publish an embedder, its side encoder, upgrades and query adapters as release N."""
     devices = parse_percent(share)
-    runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
+    runs = ReleaseModels(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     check_models(runs, onnx, weights, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError(
@@ -392,7 +392,7 @@ def main(
             listing, None if eval_texts is None else list_texts(eval_texts), split_seed
         )
         draft = ReleaseDraft(
-            release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
+            release, folder, published.manifests, model_repo, withdrawn_releases=published.withdrawn
         )
         _add_foreign(
             draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of
@@ -402,7 +402,7 @@ def main(
             add_adapter(draft, file)
         manifest, evidence = _measure(draft, published, evaluation, int8_loss)
         manifest = _judge(manifest, evidence, count_trained, force=force, first=first)
-        result = publish(model_repo, draft.finished(manifest), keys, dry_run, devices)
+        result = publish(model_repo, draft.finish(manifest), keys, dry_run, devices)
     _report(manifest, evidence, result, as_json)
 
 
@@ -439,7 +439,7 @@ def _evaluation(
         return None, 0
     listing = list_images(folder)
     split_halves(listing, split_seed)
-    return leave_out_trained(listing, runs, force=force)
+    return leave_out_training_images(listing, runs, force=force)
 
 
 def _check_number(

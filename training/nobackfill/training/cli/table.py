@@ -147,7 +147,7 @@ def protocol_backfill_table(curves: Mapping[str, Mapping[str, ProtocolCurve]]) -
         curves: the curve by cell and by order of re-embedding.
     """
     return _share_table(
-        (cell, order, title, curve.shares, values)
+        (cell, order, title, curve.reembedded_shares, values)
         for cell, orders in curves.items()
         for order, curve in orders.items()
         for title, values in curve.figures.items()

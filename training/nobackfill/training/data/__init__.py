@@ -3,7 +3,7 @@
 >>> import numpy as np
 >>> from nobackfill.training.data import allocate_images
 >>> rows = allocate_images("open-class", np.array([0, 0, 1, 1]), share=0.5)
->>> rows.old.tolist(), rows.new.tolist()
+>>> rows.old_rows.tolist(), rows.new_rows.tolist()
 ([0, 1], [2, 3])
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nobackfill.training.data.folders import (
         hold_out as hold_out,
         read_stored_vectors as read_stored_vectors,
-        readable_images as readable_images,
+        drop_unreadable_images as drop_unreadable_images,
         require_classes as require_classes,
     )
 else:
@@ -29,6 +29,6 @@ else:
         {
             "allocations": "Allocation allocate_images",
             "augment": "Augment",
-            "folders": "hold_out read_stored_vectors readable_images require_classes",
+            "folders": "hold_out read_stored_vectors drop_unreadable_images require_classes",
         },
     )

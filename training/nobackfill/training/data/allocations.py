@@ -24,8 +24,8 @@ Rows = NDArray[np.int64]
 class Allocation:
     """Rows of the old and of the new training set, ascending, int64."""
 
-    old: Rows
-    new: Rows
+    old_rows: Rows
+    new_rows: Rows
 
 
 def extended_data(labels: Rows, share: float, seed: int) -> Allocation:

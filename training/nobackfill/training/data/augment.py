@@ -33,16 +33,16 @@ class Augment:
     def __call__(self, pixels: Tensor) -> Tensor:
         if self._moves:
             size = (pixels.shape[2], pixels.shape[3])
-            pixels = warp(pixels, _to(affine_matrices(len(pixels), self.config), pixels), size)
+            pixels = warp(pixels, _to(draw_affine_matrices(len(pixels), self.config), pixels), size)
         pixels = recolour(pixels, self.config)
         if self.config.erase:
-            pixels = erase(pixels, self.config.erase)
+            pixels = erase_square(pixels, self.config.erase)
         if self.config.noise:
             pixels = (pixels + self.config.noise * torch.randn_like(pixels)).clamp(0, 1)
         return pixels
 
 
-def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
+def draw_small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
     """Return multi-crop's small views: random crops, scaled to half the side, and recoloured.
 
     The pixels are not changed. An odd side is halved downwards, so H and W are at least 2. Crops
@@ -58,11 +58,11 @@ def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Te
     """
     size = (pixels.shape[2] // 2, pixels.shape[3] // 2)
     local = config.model_copy(update={"crop_area": largest_area / 3})
-    matrices = _to(affine_matrices(len(pixels), local, largest_area), pixels)
+    matrices = _to(draw_affine_matrices(len(pixels), local, largest_area), pixels)
     return recolour(warp(pixels, matrices, size), config)
 
 
-def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
+def draw_affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
     """Draw random affine maps [n,2,3] from output to input coordinates in -1..1, as affine_grid's.
 
     Angles are drawn evenly within their range, scales evenly in their logarithm, and a flip with a
@@ -97,15 +97,15 @@ def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> 
 def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
     """Sample pixels [n,3,H,W] bilinearly to `size` (height, width); the border is repeated.
 
-    `matrices` [n,2,3] map output to input coordinates in -1..1, as of `affine_matrices`. The result
-    is [n,3,height,width], on the device of the pixels, which are not changed. The matrices have
-    their dtype.
+    `matrices` [n,2,3] map output to input coordinates in -1..1, as of `draw_affine_matrices`. The
+    result is [n,3,height,width], on the device of the pixels, which are not changed. The matrices
+    have their dtype.
     """
     grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
-def random_symmetry(pixels: Tensor) -> Tensor:
+def apply_random_symmetry(pixels: Tensor) -> Tensor:
     """Rotate or mirror each square picture [n,3,S,S] by one of the eight symmetries, at random.
 
     The result is a copy of the same shape. Sides that are not equal may raise RuntimeError. The
@@ -135,7 +135,7 @@ def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
         float32 [n,3,S,S] in 0..1.
     """
     share = _to(torch.rand(len(pixels), 1, 1, 1), pixels)
-    return share * random_symmetry(pixels) + (1 - share) * random_symmetry(others)
+    return share * apply_random_symmetry(pixels) + (1 - share) * apply_random_symmetry(others)
 
 
 def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
@@ -159,7 +159,7 @@ def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
     return pixels.clamp(0, 1)
 
 
-def erase(pixels: Tensor, share: float) -> Tensor:
+def erase_square(pixels: Tensor, share: float) -> Tensor:
     """Set one square of each picture [n,3,H,W] to mid-grey, at a random place.
 
     `share` is the largest side of the square, as a share of the picture's side; 0 erases nothing. A

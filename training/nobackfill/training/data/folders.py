@@ -27,16 +27,17 @@ from nobackfill.vectors import Vectors, check_vectors
 _PART = 10_000
 
 
-def require_classes(listing: ImageListing, least: int = 2) -> None:
-    """Raise InvalidInputError if a listing has fewer than `least` classes; empty ones count.
+def require_classes(listing: ImageListing, min_class_count: int = 2) -> None:
+    """Raise InvalidInputError if a listing has fewer than `min_class_count` classes.
 
-    The message names the classes that are there. A classifier needs the default of 2.
+    Empty classes count. The message names the classes that are there. A classifier needs the
+    default of 2.
     """
-    if len(listing.class_names) < least:
+    if len(listing.class_names) < min_class_count:
         raise InvalidInputError(
-            f"{listing.root}: expected at least {least} class folders of training images, got "
-            f"{len(listing.class_names)} ({join_few(listing.class_names)}); add folders, or set "
-            "the key classes to a larger number"
+            f"{listing.root}: expected at least {min_class_count} class folders of training "
+            f"images, got {len(listing.class_names)} ({join_few(listing.class_names)}); add "
+            "folders, or set the key classes to a larger number"
         )
 
 
@@ -63,7 +64,9 @@ def hold_out(
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
-def readable_images(listing: ImageListing, cache: Path) -> tuple[ImageListing, Sequence[str]]:
+def drop_unreadable_images(
+    listing: ImageListing, cache: Path
+) -> tuple[ImageListing, Sequence[str]]:
     """Decode every image once, and return those that can be decoded.
 
     Images are decoded by one thread per core. Files that are missing are found by the digest of the

@@ -51,7 +51,7 @@ class PixelCache:
         """
         make_dir(self.folder)
 
-    def room_bytes(self) -> int:
+    def writable_bytes(self) -> int:
         """Return the bytes that may be written before only 5 % of the disk are free; at least 0.
 
         Raises:
@@ -95,7 +95,7 @@ class PixelCache:
         """
         # The owner may remove the folder at any time.
         with contextlib.suppress(OSError):
-            if self.room_bytes() < pixels.nbytes:
+            if self.writable_bytes() < pixels.nbytes:
                 return
             file = self._file(image, len(pixels))
             file.parent.mkdir(exist_ok=True)
@@ -178,12 +178,12 @@ class ImageFiles(Dataset[Tensor]):
         images = np.empty((len(rows), self.size, self.size, 3), np.uint8)
         try:
             for place, row in enumerate(rows):
-                images[place] = self._read(self.root / self.path(row))
+                images[place] = self._read(self.root / self.relative_path(row))
         except InvalidInputError as error:
             return UnreadableBatch(f"{error}; remove the file, and run the training again")
         return torch.from_numpy(images)
 
-    def path(self, row: int) -> str:
+    def relative_path(self, row: int) -> str:
         """Return the path of a row, from 0, relative to `root`.
 
         Raises:

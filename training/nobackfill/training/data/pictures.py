@@ -178,7 +178,7 @@ class ListedImages:
 
     listing: ImageListing
     size: int
-    reading: ReadingOptions
+    reading_options: ReadingOptions
 
     def __len__(self) -> int:
         return len(self.listing)
@@ -203,7 +203,7 @@ class ListedImages:
             InvalidInputError: a file is missing or no image, and all are held in memory.
             CannotWriteError: the pixel cache cannot be created.
         """
-        return open_pictures(self.listing, self.size, self.reading)
+        return open_pictures(self.listing, self.size, self.reading_options)
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all images in order, at most CHUNK at a time, uint8 [c,size,size,3].
@@ -307,7 +307,7 @@ def _bytes(listing: ImageListing, size: int) -> int:
 
 
 def _say_room(cache: PixelCache, needed_bytes: int) -> None:
-    room = cache.room_bytes()
+    room = cache.writable_bytes()
     if room < needed_bytes:
         print(
             f"the pixel cache {cache.folder} has room for {room / 2**30:.1f} of the "

@@ -31,13 +31,13 @@ from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
-from nobackfill.training.networks.weights import public_name
+from nobackfill.training.networks.weights import name_without_path
 
 # Up to this share of evaluation images are accidental copies and left out; more are a wrong folder.
 _CHANCE = 0.01
 
 
-def leave_out_trained(
+def leave_out_training_images(
     listing: ImageListing, runs: Sequence[Path], *, force: bool
 ) -> tuple[ImageListing, int]:
     """Leave out evaluation images that a run was trained on, which are recognised by content.
@@ -199,11 +199,11 @@ def add_forward_head(release: ReleaseDraft, run_dir: Path) -> None:
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     assert isinstance(config, EmbedderConfig)
-    build = embedder_method(config.method).upgrade
-    if build is None or not checkpoint.part("upgrade"):
+    build = embedder_method(config.method).build_upgrade
+    if build is None or not checkpoint.part_tensors("upgrade"):
         return
     source = _trained_against(release, run_dir, checkpoint)
-    shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit)
+    shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit_norm)
     module = build(config, shape)
     load_part(module, checkpoint, "upgrade")
     keeps_side_encoder = release.side_encoder is not None and (
@@ -223,7 +223,7 @@ def _trained_against(release: ReleaseDraft, run_dir: Path, checkpoint: Checkpoin
         raise ConfigurationError(
             f"--embedder {run_dir}: method {config.method} trained it against the old model "
             f"{config.old}, which is the embedder of none of the published releases "
-            f"({_numbers(release.published)}); publish the old model first"
+            f"({_numbers(release.older_manifests)}); publish the old model first"
         )
     return source
 
@@ -332,7 +332,7 @@ def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
 def _source(release: ReleaseDraft, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
     number, digest = checkpoint.facts.get("old_release"), checkpoint.facts.get("old_digest")
     if number is not None:
-        named = find_published_manifest(int(number), release.published)
+        named = find_published_manifest(int(number), release.older_manifests)
         if digest is not None and not _has_digest(named, "embedder", str(digest)):
             raise ConfigurationError(
                 f"--upgrade {run_dir}: the upgrade was trained from a release {number} with "
@@ -343,7 +343,7 @@ def _source(release: ReleaseDraft, run_dir: Path, checkpoint: Checkpoint) -> Man
     if source is None:
         raise ConfigurationError(
             f"--upgrade {run_dir}: the upgrade's old embedder is that of none of the published "
-            f"releases ({_numbers(release.published)}); publish that embedder first"
+            f"releases ({_numbers(release.older_manifests)}); publish that embedder first"
         )
     return source
 
@@ -352,7 +352,7 @@ def _is_digest_of(release: ReleaseDraft, part: str, digest: str) -> bool:
     made = release.embedder if part == "embedder" else release.side_encoder
     file = None if made is None or made.file is None else made.file.sha256
     if part == "side_encoder" and release.side_encoder is not None:
-        origin = release.published.get(release.side_encoder.origin_release)
+        origin = release.older_manifests.get(release.side_encoder.origin_release)
         if origin is not None:
             return _has_digest(origin, part, digest)
     return digest in (file, release.recipe.get(f"{part}_checkpoint"))
@@ -360,7 +360,7 @@ def _is_digest_of(release: ReleaseDraft, part: str, digest: str) -> bool:
 
 def _by_digest(release: ReleaseDraft, key: str, digest: str) -> Manifest | None:
     part = key.removesuffix("_checkpoint")
-    matches = [m for m in release.published.values() if _has_digest(m, part, digest)]
+    matches = [m for m in release.older_manifests.values() if _has_digest(m, part, digest)]
     return matches[-1] if matches else None
 
 
@@ -381,7 +381,7 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
         if key in _PRIVATE:
             continue
         if key in _WEIGHTS and isinstance(value, str):
-            value = public_name(value)
+            value = name_without_path(value)
         if isinstance(value, Mapping):
             flat |= _flat(f"{prefix}.{key}", value)
         elif isinstance(value, str | int | float | bool) or value is None:
@@ -393,7 +393,7 @@ def _numbers(published: Mapping[int, Manifest]) -> str:
     return join_few(sorted(published, reverse=True)) or "none"
 
 
-class Runs(NamedTuple):
+class ReleaseModels(NamedTuple):
     """The models to export into a release; None: there is none of this kind.
 
     Attributes:
@@ -420,7 +420,7 @@ class Runs(NamedTuple):
 
 
 def check_models(
-    runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
+    runs: ReleaseModels, onnx: Path | None, weights: str | None, vectors_of: str | None
 ) -> None:
     """Check that the options of export.py name models of one release; open no file.
 
@@ -481,7 +481,7 @@ def parse_vectors_of(vectors_of: str) -> tuple[str, int]:
     return name, int(dim)
 
 
-def add_runs(draft: ReleaseDraft, runs: Runs, keep_side_encoder: bool) -> None:
+def add_runs(draft: ReleaseDraft, runs: ReleaseModels, keep_side_encoder: bool) -> None:
     """Export every model of `runs`, the embedder first, because the others must match it.
 
     The order is embedder, text encoder, side encoder, an embedder's own upgrade (DMU), and upgrades

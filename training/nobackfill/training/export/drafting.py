@@ -66,22 +66,23 @@ class ReleaseDraft:
     Attributes:
         number: the number of the release.
         folder: where its files are written.
-        published: the published older releases by number.
-        repo: the publication folder, with the files of `published`.
+        older_manifests: the published older releases by number.
+        publication_folder: the publication folder, with the files of `older_manifests`.
         method: how the embedder was trained.
         recipe: what the manifest says about the trainings.
         files: local files by the path under which they are published.
         embedder, text_encoder, side_encoder: entries of the models; None until one is added.
         upgrades: entries of the upgrades.
         adapters: entries of the query adapters.
-        withdrawn: numbers of `published` that were withdrawn.
-        searches_directly: numbers of `published` whose vectors the release's queries can search.
+        withdrawn_releases: numbers of `older_manifests` that were withdrawn.
+        searches_directly: numbers of `older_manifests` whose vectors the release's queries can
+            search.
     """
 
     number: int
     folder: Path
-    published: Mapping[int, Manifest]
-    repo: Path
+    older_manifests: Mapping[int, Manifest]
+    publication_folder: Path
     method: str = "independent"
     recipe: Recipe = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class ReleaseDraft:
     side_encoder: PublishedSideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
     adapters: list[QueryAdapter] = field(default_factory=list)
-    withdrawn: Collection[int] = ()
+    withdrawn_releases: Collection[int] = ()
     searches_directly: list[int] = field(default_factory=list)
 
     def all_files(self) -> dict[str, Path]:
@@ -99,8 +100,8 @@ class ReleaseDraft:
         If both have a path, this release's file counts. The files need not exist.
         """
         old = {
-            file.path: self.repo / file.path
-            for manifest in self.published.values()
+            file.path: self.publication_folder / file.path
+            for manifest in self.older_manifests.values()
             for file in manifest.files()
         }
         return {**old, **self.files}
@@ -117,16 +118,16 @@ class ReleaseDraft:
             OSError: the file cannot be written.
             RuntimeError: torch cannot export the network.
         """
-        path = self.local(embedder_path(self.number))
+        path = self.add_file(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("embedding",), path)
         self.embedder = PublishedEmbedder(
-            file=self.file(embedder_path(self.number)),
+            file=self.published_file(embedder_path(self.number)),
             height=encoder.image_size,
             width=encoder.image_size,
             dim=encoder.dim,
-            metric="cosine" if encoder.unit else "squared_l2",
-            unit=encoder.unit,
+            metric="cosine" if encoder.unit_norm else "squared_l2",
+            unit=encoder.unit_norm,
         )
 
     def add_side_encoder(self, encoder: ImageEncoder) -> None:
@@ -143,11 +144,11 @@ class ReleaseDraft:
         """
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
-        path = self.local(side_encoder_path(self.number))
+        path = self.add_file(side_encoder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("side",), path)
         self.side_encoder = PublishedSideEncoder(
-            file=self.file(side_encoder_path(self.number)),
+            file=self.published_file(side_encoder_path(self.number)),
             dim=encoder.dim,
             origin_release=self.number,
         )
@@ -163,7 +164,7 @@ class ReleaseDraft:
                 image size.
             NoEncoderError: the newest release embeds no images.
         """
-        newest = self.published[max(self.published)] if self.published else None
+        newest = self.older_manifests[max(self.older_manifests)] if self.older_manifests else None
         if newest is None or newest.side_encoder is None:
             raise ConfigurationError(
                 "--keep-side-encoder: there is no published release, or the newest one has no "
@@ -214,8 +215,8 @@ class ReleaseDraft:
             upgrade_path(source.release, self.number),
             upgrade_int8_path(source.release, self.number),
         )
-        export_onnx(graph, inputs, graph.outputs, self.local(path))
-        quantise(self.local(path), self.local(int8))
+        export_onnx(graph, inputs, graph.outputs, self.add_file(path))
+        quantise(self.add_file(path), self.add_file(int8))
         self.upgrades.append(
             Upgrade(
                 from_release=source.release,
@@ -224,8 +225,8 @@ class ReleaseDraft:
                 from_side_space=source.side_space if module.reads_side else None,
                 from_side_dim=inputs["side"].shape[1] if module.reads_side else 0,
                 method=method,
-                file=self.file(path),
-                int8_file=self.file(int8),
+                file=self.published_file(path),
+                int8_file=self.published_file(int8),
                 side="maps" if module.g is not None else "carries" if carries else "drops",
                 predicts_uncertainty=module.log_variance is not None,
             )
@@ -258,7 +259,7 @@ class ReleaseDraft:
             side_encoder=self.side_encoder,
             upgrades=tuple(sorted(self.upgrades, key=lambda upgrade: upgrade.from_release)),
             searches_directly=tuple(
-                self.published[number].space for number in sorted(set(self.searches_directly))
+                self.older_manifests[number].space for number in sorted(set(self.searches_directly))
             ),
             adapters=tuple(sorted(self.adapters, key=lambda adapter: adapter.to_release)),
             gate=GateVerdict(verdict="not_measured"),
@@ -268,7 +269,7 @@ class ReleaseDraft:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
-    def finished(self, manifest: Manifest) -> Draft:
+    def finish(self, manifest: Manifest) -> Draft:
         """Return what to publish: `manifest`, and those of this release's files that it names.
 
         Files that the manifest does not name, such as those of a dropped int8 upgrade, are left
@@ -286,7 +287,7 @@ class ReleaseDraft:
                 "same image_size"
             )
 
-    def local(self, path: str) -> Path:
+    def add_file(self, path: str) -> Path:
         """Return the local path for a file that is published as `path`, and record it in `files`.
 
         Its folder is created, the file is not. A path that was recorded before keeps its place.
@@ -299,7 +300,7 @@ class ReleaseDraft:
         self.files[path] = local
         return local
 
-    def file(self, path: str) -> PublishedFile:
+    def published_file(self, path: str) -> PublishedFile:
         """Return the manifest's entry of a written file: path, SHA-256 and length.
 
         The file is read whole. The entry is not stored in the release.

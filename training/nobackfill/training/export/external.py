@@ -43,7 +43,7 @@ from nobackfill.release.manifest import (
 from nobackfill.release.publishing.declaration import hash_model_files, weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.export.drafting import Recipe, ReleaseDraft, probe_images
-from nobackfill.training.export.onnx_export import quantise, run_onnx, strip
+from nobackfill.training.export.onnx_export import quantise, run_onnx, strip_model
 from nobackfill.training.export.probes import source_probes
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
 from nobackfill.training.networks.embedder import ImageEncoder
@@ -53,7 +53,11 @@ from nobackfill.training.networks.public_models import (
     open_public,
     unknown_model_error,
 )
-from nobackfill.training.networks.weights import public_name, read_weights, torchvision_weights
+from nobackfill.training.networks.weights import (
+    name_without_path,
+    read_weights,
+    torchvision_weights,
+)
 
 Channels = tuple[float, float, float]
 
@@ -114,13 +118,13 @@ def add_onnx_embedder(release: ReleaseDraft, source: Path, pixels: Pixels) -> No
         compose.add_prefix_graph(model.graph, _THEIRS, inplace=True)
     size = _connect_input(model, inputs[0], pixels, source)
     _rename_output(model)
-    strip(model)
-    path = release.local(embedder_path(release.number))
+    strip_model(model)
+    path = release.add_file(embedder_path(release.number))
     onnx.save(model, path)
     embedding = _run(path, size, source)
     unit = bool((np.abs(np.linalg.norm(embedding, axis=1) - 1) < 1e-3).all())
     release.embedder = PublishedEmbedder(
-        file=release.file(embedder_path(release.number)),
+        file=release.published_file(embedder_path(release.number)),
         height=size[0],
         width=size[1],
         dim=embedding.shape[1],
@@ -320,7 +324,7 @@ def add_public_embedder(release: ReleaseDraft, name: str) -> None:
     framed = {"fit": pixels.fit, "shortest": pixels.shortest, "interpolation": pixels.interpolation}
     release.embedder = release.embedder.model_copy(update=framed)
     release.method = "brought"
-    release.recipe["weights"] = public_name(name) if is_public(name) else name
+    release.recipe["weights"] = name_without_path(name) if is_public(name) else name
 
 
 SUFFIX = ".onnx"
@@ -379,8 +383,8 @@ def add_onnx_upgrade(release: ReleaseDraft, source: Path) -> None:
             from_side_space=None,
             from_side_dim=0,
             method=facts.get("kind", "brought"),
-            file=release.file(upgrade_path(old.release, release.number)),
-            int8_file=release.file(upgrade_int8_path(old.release, release.number)),
+            file=release.published_file(upgrade_path(old.release, release.number)),
+            int8_file=release.published_file(upgrade_int8_path(old.release, release.number)),
             side="carries" if keeps_side_encoder else "drops",
             predicts_uncertainty=False,
         )
@@ -432,9 +436,9 @@ def add_adapter(release: ReleaseDraft, source: Path) -> None:
             f"{option}: the adapter leads to release {old.release}, whose vectors this release "
             "searches already, directly or by another adapter; leave the adapter out"
         )
-    strip(model)
+    strip_model(model)
     path = adapter_path(release.number, old.release)
-    onnx.save(model, release.local(path))
+    onnx.save(model, release.add_file(path))
     release.adapters.append(
         QueryAdapter(
             to_release=old.release,
@@ -442,7 +446,7 @@ def add_adapter(release: ReleaseDraft, source: Path) -> None:
             to_dim=old.embedder.dim,
             to_unit=old.embedder.unit,
             method=facts.get("kind", "brought"),
-            file=release.file(path),
+            file=release.published_file(path),
         )
     )
     name = f"adapter_{old.release}"
@@ -504,7 +508,7 @@ def _model_name(
 
 def _source(release: ReleaseDraft, map_name: str, model: str | None, dim: int) -> Manifest:
     """Return the published release whose vectors were the old ones of a map or an adapter."""
-    found = list(release.published.values())
+    found = list(release.older_manifests.values())
     if model is not None:
         named = [one for one in found if model in (one.space, one.recipe.get(TEXT_MODEL))]
         found = named or [
@@ -517,14 +521,14 @@ def _source(release: ReleaseDraft, map_name: str, model: str | None, dim: int) -
             f"{'' if model is None else f' of the model {model[:12]}…'}, but no published release "
             "has such vectors; publish the old model first, or fit the map on vectors of a release"
         )
-    standing = [one for one in fitting if one.release not in release.withdrawn]
+    standing = [one for one in fitting if one.release not in release.withdrawn_releases]
     return (standing or fitting)[-1]
 
 
 def _write(release: ReleaseDraft, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
     """Write the graph and its int8 twin; run both once on embeddings of the older release."""
-    strip(model)
-    path = release.local(upgrade_path(old.release, release.number))
+    strip_model(model)
+    path = release.add_file(upgrade_path(old.release, release.number))
     onnx.save(model, path)
     embedding, _ = source_probes(old, release.all_files())
     try:
@@ -536,4 +540,4 @@ def _write(release: ReleaseDraft, model: onnx.ModelProto, old: Manifest, source:
             f"--upgrade {source}: the map returns NaN or infinity for vectors of release "
             f"{old.release}; fit it again"
         )
-    quantise(path, release.local(upgrade_int8_path(old.release, release.number)))
+    quantise(path, release.add_file(upgrade_int8_path(old.release, release.number)))

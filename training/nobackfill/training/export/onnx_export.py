@@ -62,12 +62,12 @@ def export_onnx(
         )
     assert program is not None
     model = program.model_proto
-    strip(model)
+    strip_model(model)
     onnx.save(model, path)
     check_parity(module, inputs, outputs, path)
 
 
-def strip(model: onnx.ModelProto) -> None:
+def strip_model(model: onnx.ModelProto) -> None:
     """Remove everything from a model, in place, that does not change the computation.
 
     These are traces with paths of this machine, metadata, comments and inferred shapes. Weights,
@@ -214,7 +214,7 @@ def quantise(source: Path, target: Path) -> None:
     finally:
         root.setLevel(level)
     quantised = onnx.load(target)
-    strip(quantised)
+    strip_model(quantised)
     # Its internal operator sets are declared but not used.
     standard = [opset for opset in quantised.opset_import if opset.domain in ("", "ai.onnx")]
     del quantised.opset_import[:]

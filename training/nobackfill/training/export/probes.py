@@ -80,7 +80,7 @@ def make_probes(release: ReleaseDraft) -> Probes:
         arrays |= make_text_probes(PROBE_TEXTS, open_text_encoder(files, manifest).run)
     widest = 0.0
     for upgrade in manifest.upgrades:
-        source = release.published[upgrade.from_release]
+        source = release.older_manifests[upgrade.from_release]
         embedding, side = source_probes(source, files)
         name = f"upgrade_{upgrade.from_release}"
         result = open_upgrade(files, manifest, upgrade).run(embedding, side)
@@ -100,12 +100,12 @@ def make_probes(release: ReleaseDraft) -> Probes:
         name = f"adapter_{adapter.to_release}"
         arrays[f"{name}/embedding"] = queries
         arrays[f"{name}/adapted"] = open_adapter(files, manifest, adapter).run(queries)
-    path = release.local(probes_path(release.number))
+    path = release.add_file(probes_path(release.number))
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     # Rounding of quantised kernels differs between machines, by less than their error.
     return Probes(
-        file=release.file(probes_path(release.number)),
+        file=release.published_file(probes_path(release.number)),
         tolerance=TOLERANCE,
         int8_tolerance=min(10.0, max(0.05, 3 * widest)),
     )

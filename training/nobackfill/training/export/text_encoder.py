@@ -50,7 +50,7 @@ from nobackfill.terminal import escape_control
 from nobackfill.text import BatchTokenizer
 from nobackfill.training.export.drafting import ReleaseDraft
 from nobackfill.training.export.external import TEXT_MODEL
-from nobackfill.training.export.onnx_export import run_onnx, strip
+from nobackfill.training.export.onnx_export import run_onnx, strip_model
 from nobackfill.training.export.probes import PROBE_TEXTS
 from nobackfill.vectors import Vectors
 
@@ -303,7 +303,7 @@ def _add(graph: onnx.GraphProto, name: str, value: int | Sequence[int]) -> None:
 _MODEL = "model.onnx"
 
 
-def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None = None) -> None:
+def add_text_encoder(release: ReleaseDraft, source: Path, query_source: Path | None = None) -> None:
     """Add a text model of others to the release, with its tokenizer.
 
     A folder without an ONNX file is exported at first, by torch, which takes seconds to minutes.
@@ -319,8 +319,8 @@ def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None =
         source: an ONNX file, or a folder with one, with `tokenizer.json` and its declaration
             (`NAME.json`, or the files that sentence-transformers exports); or a folder that
             sentence-transformers saved.
-        queries: another such model for queries, with the same tokenizer; None: none. It takes the
-            route of queries if it has a Router.
+        query_source: another such model for queries, with the same tokenizer; None: none. It takes
+            the route of queries if it has a Router.
 
     Raises:
         NotFoundError: there is no ONNX file and no folder of sentence-transformers.
@@ -336,7 +336,7 @@ def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None =
         OSError: a file cannot be written.
     """
     model = _put(release, source, "--text-encoder", text_encoder_path(release.number), "document")
-    if model.reading.routed and queries is None:
+    if model.reading.routed and query_source is None:
         raise InvalidInputError(
             f"--text-encoder {source}: the model's Router takes queries another way than "
             "documents, and a release has one graph for each; for the graph of queries, also give "
@@ -346,22 +346,22 @@ def add_text_encoder(release: ReleaseDraft, source: Path, queries: Path | None =
     declared = model.reading.declared
     pooling = declared.pooling if declared.pooling in ("mean", "cls") else "none"
     entry: dict[str, object] = {
-        "file": release.file(text_encoder_path(release.number)),
+        "file": release.published_file(text_encoder_path(release.number)),
         "inputs": model.inputs,
         "length": declared.max_length,
         "query_prefix": declared.prefix_of_queries,
         "document_prefix": declared.prefix,
         "pooling": pooling,
     }
-    if queries is not None:
+    if query_source is not None:
         place = query_encoder_path(release.number)
-        query_model = _put(release, queries, "--query-encoder", place, "query")
+        query_model = _put(release, query_source, "--query-encoder", place, "query")
         _check_query_model(query_model, model)
-        entry["query_file"] = release.file(query_encoder_path(release.number))
+        entry["query_file"] = release.published_file(query_encoder_path(release.number))
         entry["query_prefix"] = query_model.reading.declared.prefix_of_queries
         release.recipe["query_encoder_sha256"] = hash_model_files(query_model.reading.weights)
-    release.local(tokenizer_path(release.number)).write_bytes(model.reading.tokenizer)
-    entry["tokenizer"] = release.file(tokenizer_path(release.number))
+    release.add_file(tokenizer_path(release.number)).write_bytes(model.reading.tokenizer)
+    entry["tokenizer"] = release.published_file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(entry)
     release.recipe["text_encoder_sha256"] = hash_model_files(model.reading.weights)
     release.recipe[TEXT_MODEL] = model.reading.fingerprint
@@ -400,7 +400,7 @@ class _ForeignModel(NamedTuple):
 def _put(
     release: ReleaseDraft, source: Path, option: str, published: str, role: TextRole
 ) -> _ForeignModel:
-    path = release.local(published)
+    path = release.add_file(published)
     file = _onnx_file(source, option)
     name = f"{option} {file or source}"
     try:
@@ -541,7 +541,7 @@ def _static_tokenizer(file: Path, source: Path) -> tuple[bytes, int]:
 def _write(model: onnx.ModelProto, declared: Declaration, path: Path) -> tuple[str, ...]:
     """Write the release's graph, without the dimension of its output; return its inputs."""
     inputs = text_graph(model, declared)
-    strip(model)
+    strip_model(model)
     # The dimension is known only after a run, and a run needs a declared output.
     declare_output(model, None)
     onnx.save(model, path)

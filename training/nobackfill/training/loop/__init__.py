@@ -1,9 +1,9 @@
 """The training loop, its objectives, and the run folders that trainings resume from.
 
 >>> from nobackfill.training import load_config
->>> from nobackfill.training.config import configs
+>>> from nobackfill.training.config import configs_folder
 >>> from nobackfill.training.loop import learning_rate
->>> config = load_config(configs() / "digits" / "embedder-1.yaml")
+>>> config = load_config(configs_folder() / "digits" / "embedder-1.yaml")
 >>> learning_rate(config, epoch=2) == config.lr
 True
 """
@@ -15,7 +15,7 @@ from nobackfill.faces import export_lazily
 if TYPE_CHECKING:
     from nobackfill.training.loop.loop import (
         DivergedError as DivergedError,
-        fit as fit,
+        train_objective as train_objective,
         learning_rate as learning_rate,
     )
     from nobackfill.training.loop.objective import (
@@ -35,7 +35,7 @@ else:
     __getattr__ = export_lazily(
         __name__,
         {
-            "loop": "DivergedError fit learning_rate",
+            "loop": "DivergedError train_objective learning_rate",
             "objective": "FrozenModule Objective",
             "run": "Checkpoint read_checkpoint read_finished",
             "upgrade": "read_upgrade train_upgrade",

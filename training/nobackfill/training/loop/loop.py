@@ -34,7 +34,7 @@ from nobackfill.training.loop.run import (
     Facts,
     optimizer_tensors,
     restore_optimizer,
-    resumable,
+    resumable_checkpoint,
     write_checkpoint,
     write_config,
 )
@@ -108,7 +108,7 @@ def keep_freed_memory() -> None:
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
-def precision_of(config: Config) -> Precision:
+def fabric_precision(config: Config) -> Precision:
     """Return lightning-fabric's value for `config.precision`.
 
     `auto` becomes bf16-mixed if the configured device multiplies in bf16, else 32-true. An explicit
@@ -148,7 +148,7 @@ class DivergedError(NobackfillError):
     """The loss or a weight became NaN or infinite; the last checkpoint stays. Exit code 1."""
 
 
-def fit(
+def train_objective(
     objective: Objective,
     rows: Mapping[str, Images],
     config: Config,
@@ -202,8 +202,8 @@ def fit(
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
-    resumed = resumable(config, facts or {})
-    if resumed is not None and resumed.finished:
+    resumed = resumable_checkpoint(config, facts or {})
+    if resumed is not None and resumed.is_finished:
         return resumed
     fabric = fabric or launch_fabric(config)
     _seed(config.seed, -1 if resumed is None else resumed.epoch)
@@ -307,7 +307,7 @@ def launch_fabric(config: Config) -> "lightning_fabric.Fabric":
 
     With several devices, lightning-fabric runs the same command once more in each other process. It
     also sets torch's number of threads to config.threads, if that is given. A line on stderr may
-    warn of a slow bf16, as in `precision_of`.
+    warn of a slow bf16, as in `fabric_precision`.
 
     Returns:
         The fabric; its `device` is this process's.
@@ -321,7 +321,9 @@ def launch_fabric(config: Config) -> "lightning_fabric.Fabric":
 
     try:
         fabric = lightning_fabric.Fabric(
-            accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
+            accelerator=config.accelerator,
+            devices=config.devices,
+            precision=fabric_precision(config),
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Objectives: the interface between the training loop and the methods.
 
 An `Objective` is a module. Its parameters with gradients are trained, and its `trained_parts` are
-the checkpoint. `fit` in loop.py runs it; methods subclass it.
+the checkpoint. `train_objective` in loop.py runs it; methods subclass it.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-# The rows of one batch: the tensors that `fit` was given, and `rows` int64 [b], their indices.
-# Images are uint8 [b,H,W,3], labels int64 [b].
+# The rows of one batch: the tensors that `train_objective` was given, and `rows` int64 [b], their
+# indices. Images are uint8 [b,H,W,3], labels int64 [b].
 Batch = Mapping[str, Tensor]
 Terms = dict[str, Tensor]
 

@@ -47,11 +47,11 @@ class Checkpoint:
     facts: dict[str, str | int | float | bool]
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the training has completed its last epoch; a solved run always has."""
         return self.epoch >= self.config.epochs
 
-    def part(self, name: str) -> dict[str, Tensor]:
+    def part_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the state dict of one part, such as encoder or head; empty without this part.
 
         The tensors are those of the checkpoint, not copies.
@@ -147,7 +147,7 @@ def read_finished(run_dir: Path) -> Checkpoint:
         OSError: the checkpoint exists, but cannot be opened.
     """
     checkpoint = read_checkpoint(run_dir)
-    if not checkpoint.finished:
+    if not checkpoint.is_finished:
         raise ConfigurationError(
             f"{run_dir}: the training is not finished, it stopped after epoch {checkpoint.epoch} "
             f"of {checkpoint.config.epochs}; resume it: python training/train.py {run_dir / CONFIG}"
@@ -155,7 +155,7 @@ def read_finished(run_dir: Path) -> Checkpoint:
     return checkpoint
 
 
-def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
+def resumable_checkpoint(config: Config, facts: Facts | None = None) -> Checkpoint | None:
     """Return the checkpoint in config.run_dir to resume from; None without one.
 
     Nothing is locked or written.
@@ -213,7 +213,7 @@ def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
         ConfigurationError: a tensor is missing, superfluous or of another shape; the module is
             unchanged. The message lists up to five.
     """
-    stored, expected = checkpoint.part(part), module.state_dict()
+    stored, expected = checkpoint.part_tensors(part), module.state_dict()
     problems = [f"{key} is missing" for key in expected if key not in stored]
     problems += [f"{key} is not expected" for key in stored if key not in expected]
     problems += [
@@ -260,7 +260,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
-    for key, value in checkpoint.part("optimizer").items():
+    for key, value in checkpoint.part_tensors("optimizer").items():
         index, _, name = key.partition(".")
         like = parameters[int(index)]
         # A fused step needs a parameter and its momenta to have the same memory layout.

@@ -25,7 +25,7 @@ from nobackfill.training.config import (
     SideEncoderConfig,
     UpgradeConfig,
 )
-from nobackfill.training.data.folders import hold_out, readable_images, require_classes
+from nobackfill.training.data.folders import drop_unreadable_images, hold_out, require_classes
 from nobackfill.training.data.pictures import (
     exceeds_memory,
     open_pictures,
@@ -33,18 +33,18 @@ from nobackfill.training.data.pictures import (
 )
 from nobackfill.training.loop.loop import (
     ProgressBars,
-    fit,
     keep_freed_memory,
     launch_fabric,
+    train_objective,
     write_solved_run,
 )
 from nobackfill.training.loop.objective import Objective
-from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable_checkpoint
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.cheap_maps import set_linear
-from nobackfill.training.methods.compatible import encode_all
+from nobackfill.training.methods.compatible import encode_images
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import (
     ConcatenatedBackbones,
@@ -54,8 +54,8 @@ from nobackfill.training.networks.embedder import (
     build_encoder,
 )
 from nobackfill.training.networks.frozen import fastest_device, load_classifier, load_encoder
-from nobackfill.training.networks.maps import principal_map
-from nobackfill.training.networks.weights import load_pretrained, normalisation, read_weights
+from nobackfill.training.networks.maps import fit_principal_map
+from nobackfill.training.networks.weights import load_pretrained, pixel_normalisation, read_weights
 from nobackfill.training.side_info import side_objective
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -102,8 +102,8 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
     config = _normalised(config)
     _check_names(config)
     training_images, held_out = split_images(config)
-    checkpoint = resumable(config)
-    if checkpoint is not None and checkpoint.finished:
+    checkpoint = resumable_checkpoint(config)
+    if checkpoint is not None and checkpoint.is_finished:
         return checkpoint
     with _run_lock(config.run_dir):
         if isinstance(config, UpgradeConfig):
@@ -174,7 +174,7 @@ def _normalised(config: Config) -> Config:
     """Apply the pixel normalisation of named weights, unless the configuration sets one."""
     if isinstance(config, UpgradeConfig) or config.weights is None:
         return config
-    expected = normalisation(config.weights, config.backbone)
+    expected = pixel_normalisation(config.weights, config.backbone)
     if expected is None or {"pixel_mean", "pixel_std"} & config.model_fields_set:
         return config
     return config.model_copy(update={"pixel_mean": expected.mean, "pixel_std": expected.std})
@@ -190,7 +190,7 @@ def _usable(listing: ImageListing, config: Config) -> ImageListing:
     )
     if not config.skip_corrupt and not later:
         return listing
-    usable, skipped = readable_images(listing, config.run_dir.parent / "features")
+    usable, skipped = drop_unreadable_images(listing, config.run_dir.parent / "features")
     if skipped and not config.skip_corrupt:
         raise InvalidInputError(
             f"{len(skipped)} of the {len(listing)} files in {listing.root} are no images that can "
@@ -227,20 +227,20 @@ def _train_network(
         _begin_with(config, objective, listing.class_names)
         images = open_pictures(listing, config.image_size, reading_options(config))
         rows = {"labels": labels, "images": images}
-        return fit(objective, rows, config, listing.class_names, progress=progress)
+        return train_objective(objective, rows, config, listing.class_names, progress=progress)
     method = embedder_method(config.method)
     old = None if config.old is None else load_classifier(config.old)
     images = open_pictures(listing, config.image_size, reading_options(config))
     # Launched before the objective is built, which may encode every image.
     fabric = launch_fabric(config)
     inputs = EmbedderInputs(config, listing.class_names, images, labels, old, fabric.device)
-    embedder = method.objective(inputs)
+    embedder = method.make_objective(inputs)
     _begin_with(config, embedder, listing.class_names)
     if config.init is not None:
         embedder.start_from(read_finished(config.init), listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
     rows = {"labels": labels, "images": images}
-    return fit(
+    return train_objective(
         embedder, rows, config, listing.class_names,
         progress=progress, facts=facts, fabric=fabric,
     )  # fmt: skip
@@ -290,7 +290,7 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     encoder.backbone = network
     images = open_pictures(listing, config.image_size, reading_options(config))
     layer = torch.nn.Linear(last.in_features, dim)
-    set_linear(layer, principal_map(encode_all(encoder, images, fastest_device()), dim))
+    set_linear(layer, fit_principal_map(encode_images(encoder, images, fastest_device()), dim))
     replace_layer(network, path, layer)
     facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
     if config.simclr is not None and second is not None:
@@ -337,7 +337,7 @@ def _begin_with(
     config: EmbedderConfig | SideEncoderConfig, objective: Objective, class_names: tuple[str, ...]
 ) -> None:
     """Load the pretrained weights that the configuration names."""
-    if config.weights is None or resumable(config) is not None:
+    if config.weights is None or resumable_checkpoint(config) is not None:
         return
     encoder = objective.trained_parts()["encoder"]
     assert isinstance(encoder, ImageEncoder)

@@ -32,17 +32,17 @@ from nobackfill.training.config import (
 )
 from nobackfill.training.data.folders import read_stored_vectors
 from nobackfill.training.data.pictures import reading_options
-from nobackfill.training.loop.loop import ProgressBars, fit, write_solved_run
-from nobackfill.training.loop.run import Checkpoint, load_part, read_finished, resumable
+from nobackfill.training.loop.loop import ProgressBars, train_objective, write_solved_run
+from nobackfill.training.loop.run import Checkpoint, load_part, read_finished, resumable_checkpoint
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
+    cached_training_features,
     encoder_of_run,
     encoders_of_release,
     load_classifier,
-    training_features,
 )
 from nobackfill.training.networks.transform import UpgradeNetwork
 
@@ -58,18 +58,18 @@ Values = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupFolds:
     """The class or cluster of each training image, and the folds of groups that are left out.
 
     Attributes:
-        group_of: the group of each image, int64 [n], below `count`.
-        count: the number of groups.
+        group_ids: the group of each image, int64 [n], below `group_count`.
+        group_count: the number of groups.
         folds: groups that are left out together, int64 each.
         description: what the groups are, for the run's facts.
     """
 
-    group_of: Ints
-    count: int
+    group_ids: Ints
+    group_count: int
     folds: tuple[Ints, ...]
     description: str
 
@@ -82,8 +82,8 @@ def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
             in `options`, or it is named twice.
     """
     for name in config.choose:
-        if name not in method.choices:
-            names = ", ".join(method.choices) or "none"
+        if name not in method.option_values:
+            names = ", ".join(method.option_values) or "none"
             raise ConfigurationError(
                 f"the key choose: method {config.method} has no option {name!r} whose value can be "
                 f"selected automatically; expected one of: {names}"
@@ -127,25 +127,31 @@ def select_options(
         CannotWriteError: such a folder cannot be written.
     """
     groups = make_groups(inputs)
-    trained = [name for name in inputs.config.choose if name not in method.variants]
-    after = [name for name in inputs.config.choose if name in method.variants]
+    trained = [name for name in inputs.config.choose if name not in method.trained_variants]
+    after = [name for name in inputs.config.choose if name in method.trained_variants]
     scores: dict[tuple[float, ...], Scores] = {}
     for first in _combinations(method, trained):
         for number, fold in enumerate(groups.folds):
-            rows = rows_of(np.flatnonzero(~np.isin(groups.group_of, fold)))
+            rows = rows_of(np.flatnonzero(~np.isin(groups.group_ids, fold)))
             name = "-".join([f"{number}", *(f"{value:g}" for value in first.values())])
             config = _short(inputs.config, name)
-            trial = replace(inputs, config=config, rows=rows, held_out={}, selection=first)
+            trial = replace(
+                inputs,
+                config=config,
+                training_features=rows,
+                held_out_features={},
+                selected_options=first,
+            )
             upgrade = train(trial)
             for second in _combinations(method, after):
                 values = tuple((first | second)[option] for option in inputs.config.choose)
-                of_groups = scores.setdefault(values, np.zeros(groups.count))
+                of_groups = scores.setdefault(values, np.zeros(groups.group_count))
                 variant = upgrade
                 for option, value in second.items():
-                    variant = method.variants[option](variant, value)
+                    variant = method.trained_variants[option](variant, value)
                 of_groups[fold] = _scores(variant, inputs, groups, fold)
-    selection = dict(zip(inputs.config.choose, best_values(scores), strict=True))
-    return replace(inputs, selection=selection, selection_data=groups.description)
+    selection = dict(zip(inputs.config.choose, best_option_values(scores), strict=True))
+    return replace(inputs, selected_options=selection, selection_images=groups.description)
 
 
 def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
@@ -160,7 +166,7 @@ def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
     return config.model_copy(update=changed)
 
 
-def best_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
+def best_option_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
     """Return the values with the largest mean score over groups, unless the default is as good.
 
     If several values have the largest mean, the first counts. With a difference of exactly the
@@ -180,7 +186,7 @@ def best_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]
     return best if gains.mean() > gains.std(ddof=1) / len(gains) ** 0.5 else usual
 
 
-def make_groups(inputs: UpgradeInputs) -> Groups:
+def make_groups(inputs: UpgradeInputs) -> GroupFolds:
     """Divide the classes, or clusters of images, into three folds drawn by config.seed.
 
     With fewer than five classes the images are clustered by their new embeddings (k-means, ten
@@ -192,7 +198,7 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
             different embeddings to cluster.
         ValueError: an embedding that is clustered is not finite.
     """
-    labels, seed = inputs.rows["labels"].numpy(), inputs.config.seed
+    labels, seed = inputs.training_features["labels"].numpy(), inputs.config.seed
     names, kind = np.unique(labels), "classes"
     if len(names) < _FEWEST_GROUPS:
         if len(labels) < _FEWEST_IN_CLUSTER * _CLUSTERS:
@@ -206,7 +212,7 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
         from sklearn.cluster import KMeans
 
         means = KMeans(_CLUSTERS, n_init=4, random_state=seed)
-        labels = means.fit_predict(inputs.rows["new"][:, 0].numpy())
+        labels = means.fit_predict(inputs.training_features["new"][:, 0].numpy())
         names, kind = np.unique(labels), "clusters"
         if len(names) < _FEWEST_GROUPS:
             raise InvalidInputError(
@@ -217,26 +223,32 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
     group_of = np.searchsorted(names, labels).astype(np.int64)
     drawn = np.random.default_rng(seed).permutation(len(names))
     folds = tuple(np.sort(fold) for fold in np.array_split(drawn, _FOLDS))
-    return Groups(group_of, len(names), folds, f"{len(names)} {kind}, a third held back at a time")
+    return GroupFolds(
+        group_of, len(names), folds, f"{len(names)} {kind}, a third held back at a time"
+    )
 
 
 def _combinations(method: UpgradeMethod, names: list[str]) -> Iterator[Values]:
     """Yield all combinations of candidate values, the defaults first."""
-    for values in itertools.product(*(method.choices[name] for name in names)):
+    for values in itertools.product(*(method.option_values[name] for name in names)):
         yield dict(zip(names, values, strict=True))
 
 
-def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold: Ints) -> Scores:
+def _scores(
+    upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: GroupFolds, fold: Ints
+) -> Scores:
     """Return the mean of CMC-1 and mAP for each group of the fold.
 
     New embeddings of the group are the queries; all migrated embeddings are the gallery."""
-    drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.group_of))[
+    drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.group_ids))[
         :_MOST_SEARCHED
     ]
-    view = {name: rows[drawn, 0] for name, rows in inputs.rows.items() if rows.ndim > 2}
+    view = {
+        name: rows[drawn, 0] for name, rows in inputs.training_features.items() if rows.ndim > 2
+    }
     with torch.no_grad():
         gallery = upgrade(view["old"], view.get("side")).embedding.numpy()
-    group_of = groups.group_of[drawn]
+    group_of = groups.group_ids[drawn]
     queries = np.flatnonzero(np.isin(group_of, fold))
     relevance = relevance_by_label(group_of[queries], group_of, queries, np.arange(len(group_of)))
     ranking = rank(view["new"].numpy()[queries], gallery, relevance)
@@ -251,18 +263,18 @@ class FrozenSources:
     """The frozen models of an upgrade; None: not used.
 
     Attributes:
-        old: the old embedder; None if there are `vector_files`.
+        old_encoder: the old embedder; None if there are `vector_files`.
         vector_files: stored vectors of the old embedder, which replace it.
-        old_side: the encoder of the side-information that is read.
-        new: the new embedder.
-        new_side: the encoder of the side-information that is written.
+        old_side_encoder: the encoder of the side-information that is read.
+        new_encoder: the new embedder.
+        new_side_encoder: the encoder of the side-information that is written.
     """
 
-    old: FrozenEncoder | None
+    old_encoder: FrozenEncoder | None
     vector_files: StoredVectorFiles | None
-    old_side: FrozenEncoder | None
-    new: FrozenEncoder
-    new_side: FrozenEncoder | None
+    old_side_encoder: FrozenEncoder | None
+    new_encoder: FrozenEncoder
+    new_side_encoder: FrozenEncoder | None
 
     def encoders(self) -> dict[str, FrozenEncoder]:
         """Return the encoders by the name of their features: old, side, new, new_side.
@@ -270,10 +282,10 @@ class FrozenSources:
         Encoders that are not used are missing from it.
         """
         named = {
-            "old": self.old,
-            "side": self.old_side,
-            "new": self.new,
-            "new_side": self.new_side,
+            "old": self.old_encoder,
+            "side": self.old_side_encoder,
+            "new": self.new_encoder,
+            "new_side": self.new_side_encoder,
         }
         return {name: encoder for name, encoder in named.items() if encoder is not None}
 
@@ -326,7 +338,7 @@ def open_sources(config: UpgradeConfig) -> FrozenSources:
     )
 
 
-def upgrade_rows(
+def make_upgrade_features(
     sources: FrozenSources,
     listing: ImageListing,
     config: UpgradeConfig,
@@ -390,7 +402,7 @@ def _views_read(
         read: dict[str, NDArray[np.float32]] = {}
         for size, source in images.items():
             named = {name: one for name, one in encoders.items() if one.image_size == size}
-            vectors = training_features(list(named.values()), source, cache)
+            vectors = cached_training_features(list(named.values()), source, cache)
             read |= zip(named, vectors, strict=True)
         yield read
 
@@ -426,7 +438,7 @@ def cache_features(
     """
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
-        encoders |= {one.digest: one for one in open_sources(config).encoders().values()}
+        encoders |= {one.model_digest: one for one in open_sources(config).encoders().values()}
     first = configs[0]
     for _ in _views_read(encoders, train, first, first.views, first.mixed_views):
         pass
@@ -435,11 +447,11 @@ def cache_features(
             pass
 
 
-def repeat_unseen(
+def repeat_unseen_classes(
     rows: Mapping[str, Tensor],
     class_names: Sequence[str],
     old_classes: Collection[str],
-    copies: int,
+    copy_count: int,
 ) -> dict[str, Tensor]:
     """Repeat the rows of classes that the old model was not trained on.
 
@@ -452,7 +464,7 @@ def repeat_unseen(
         class_names: names of the labels; classes without rows count, too.
         old_classes: names of the old model's training classes; others than `class_names` are
             ignored.
-        copies: how often such a row occurs in the result, at least 1; other rows occur once.
+        copy_count: how often such a row occurs in the result, at least 1; other rows occur once.
 
     Returns:
         The tensors with repeated rows next to each other.
@@ -466,18 +478,18 @@ def repeat_unseen(
             "the key unseen_copies: the old model was trained on every class of the images, so "
             "there is no unseen class to repeat; leave the key out"
         )
-    times = torch.where(unseen, copies, 1)[rows["labels"]]
+    times = torch.where(unseen, copy_count, 1)[rows["labels"]]
     return {name: tensor.repeat_interleave(times, 0) for name, tensor in rows.items()}
 
 
-def upgrade_shape(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
+def upgrade_shape(rows: Mapping[str, Tensor], unit_norm: bool) -> UpgradeShape:
     """Return the dimensions of features [n,v,dim] by name; 0 for a feature that is absent.
 
-    `unit` is passed on: whether the new space has unit vectors. Other names, such as labels, are
-    ignored.
+    `unit_norm` is passed on: whether the new space has unit vectors. Other names, such as labels,
+    are ignored.
     """
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
-    return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit)
+    return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit_norm)
 
 
 _FEATURES = ("old", "side", "new", "new_side")
@@ -523,25 +535,25 @@ def train_upgrade(
             f"{train.root}: expected at least two images to train an upgrade, got {len(train)}; "
             "add images"
         )
-    checkpoint = resumable(config)
-    if checkpoint is not None and checkpoint.finished:
+    checkpoint = resumable_checkpoint(config)
+    if checkpoint is not None and checkpoint.is_finished:
         return checkpoint
     sources = open_sources(config)
-    rows = upgrade_rows(sources, train, config, config.views, config.mixed_views)
+    rows = make_upgrade_features(sources, train, config, config.views, config.mixed_views)
     new_head, new_names = None, train.class_names
     if not isinstance(config.new, PublishedSource):
         classifier = load_classifier(config.new)
         new_head, new_names = classifier.head, classifier.class_names
     inputs = UpgradeInputs(
         config,
-        upgrade_shape(rows, sources.new.unit),
+        upgrade_shape(rows, sources.new_encoder.unit_norm),
         train.class_names,
         rows,
-        upgrade_rows(sources, held_out, config, 1) if len(held_out) else {},
+        make_upgrade_features(sources, held_out, config, 1) if len(held_out) else {},
         new_head,
         new_names,
     )
-    digests = {f"{name}_digest": e.digest for name, e in sources.encoders().items()}
+    digests = {f"{name}_digest": e.model_digest for name, e in sources.encoders().items()}
     if isinstance(config.old, StoredVectorFiles):
         digests["old_vectors_digest"] = sha256_file(config.old.vectors)
         digests["old_paths_digest"] = sha256_file(config.old.paths)
@@ -555,8 +567,8 @@ def train_upgrade(
     if config.unseen_copies > 1:
         assert isinstance(config.old, Path)
         old_classes = load_classifier(config.old).class_names
-        rows = repeat_unseen(rows, train.class_names, old_classes, config.unseen_copies)
-        inputs = replace(inputs, rows=rows)
+        rows = repeat_unseen_classes(rows, train.class_names, old_classes, config.unseen_copies)
+        inputs = replace(inputs, training_features=rows)
     return fit_upgrade(inputs, progress, digests)
 
 
@@ -569,7 +581,7 @@ def _rows_of(
 ) -> dict[str, Tensor]:
     """Return the features of some images; mixed views are made again, of these images alone."""
     if config.mixed_views:
-        return upgrade_rows(sources, some, config, config.views, config.mixed_views)
+        return make_upgrade_features(sources, some, config, config.views, config.mixed_views)
     return {name: tensor[picked] for name, tensor in rows.items()}
 
 
@@ -606,18 +618,18 @@ def fit_upgrade(
     config, shape = inputs.config, inputs.shape
     method = upgrade_method(config.method)
     torch.manual_seed(config.seed)
-    upgrade = method.build(config, shape)
+    upgrade = method.build_network(config, shape)
     facts: dict[str, str | int | float | bool] = {
         "old_dim": shape.old_dim,
         "side_dim": shape.side_dim,
         "new_dim": shape.new_dim,
         "new_side_dim": shape.new_side_dim,
-        "unit": shape.unit,
+        "unit": shape.unit_norm,
         **digests,
-        **{f"chosen_{name}": value for name, value in inputs.selection.items()},
+        **{f"chosen_{name}": value for name, value in inputs.selected_options.items()},
     }
-    if inputs.selection_data:
-        facts["chosen_on"] = inputs.selection_data
+    if inputs.selection_images:
+        facts["chosen_on"] = inputs.selection_images
     if isinstance(config.old, StoredVectorFiles | PublishedSource):
         facts["old_release"] = config.old.release
     if method.solve is not None:
@@ -628,9 +640,16 @@ def fit_upgrade(
             )
         method.solve(upgrade, inputs)
         return write_solved_run({"upgrade": upgrade}, config, inputs.class_names, facts)
-    assert method.objective is not None
-    objective = method.objective(upgrade, inputs)
-    return fit(objective, inputs.rows, config, inputs.class_names, progress=progress, facts=facts)
+    assert method.make_objective is not None
+    objective = method.make_objective(upgrade, inputs)
+    return train_objective(
+        objective,
+        inputs.training_features,
+        config,
+        inputs.class_names,
+        progress=progress,
+        facts=facts,
+    )
 
 
 def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
@@ -656,7 +675,7 @@ def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
         int(facts["new_side_dim"]),
         bool(facts["unit"]),
     )
-    upgrade = upgrade_method(config.method).build(config, shape)
+    upgrade = upgrade_method(config.method).build_network(config, shape)
     load_part(upgrade, checkpoint, "upgrade")
     return upgrade.eval().requires_grad_(False)
 

@@ -5,7 +5,7 @@ that is used, weights float [classes, dim]. A function returns one value per row
 can weight rows before they average.
 
 >>> import torch
->>> from nobackfill.training.losses.pairwise import regress
->>> regress(torch.ones(2, 3), torch.zeros(2, 3)).tolist()
+>>> from nobackfill.training.losses.pairwise import regression_loss
+>>> regression_loss(torch.ones(2, 3), torch.zeros(2, 3)).tolist()
 [3.0, 3.0]
 """

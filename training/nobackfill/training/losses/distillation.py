@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def distillation(new_logits: Tensor, old_logits: Tensor) -> Tensor:
+def distillation_loss(new_logits: Tensor, old_logits: Tensor) -> Tensor:
     """Cross-entropy from softmax(old_logits) to softmax(new_logits): [n, c], [n, c] -> [n].
 
     Source: bct-supplement.txt section 1, and LwF's soft labels (bct.txt section 3.5). Both
@@ -34,7 +34,7 @@ def focal_weights(
     return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
 
 
-def focal_distillation(
+def focal_distillation_loss(
     new_logits: Tensor, old_logits: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> Tensor:
     """KL(softmax(old / T) || softmax(new / T)) times `focal_weights`: [n, c], [n, c], [n] -> [n].
@@ -53,7 +53,7 @@ def focal_distillation(
     return focal_weights(old_logits.detach(), labels) * divergence.sum(1)
 
 
-def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def reversed_kl_divergence(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed).
 
     Both arguments get a gradient. The values are at least 0, up to rounding. A logit of -inf gives
@@ -63,14 +63,14 @@ def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
 
 
-def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def forward_kl_divergence(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(softmax(target) || softmax(predicted)): [n, c], [n, c] -> [n] (FCT Table 12; section E.1).
 
     Both are responses of the frozen new classifier: to h's output and to the new embedding. The
     target gets no gradient. The values are at least 0, up to rounding. A logit of -inf gives NaN or
     infinity.
     """
-    return reversed_kl(target_logits.detach(), predicted_logits)
+    return reversed_kl_divergence(target_logits.detach(), predicted_logits)
 
 
 def entropy(logits: Tensor) -> Tensor:

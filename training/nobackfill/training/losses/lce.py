@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+def centre_alignment_loss(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Return 1 - cos between the class means of both sides.
 
     A mean that is a zero vector has the cosine 0. NaN in one row makes every value NaN.

@@ -15,7 +15,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: float) -> Tensor:
+def listwise_loss(predicted: Tensor, target: Tensor, queue: Tensor, temperature: float) -> Tensor:
     """Cross-entropy between the neighbour distributions of target and prediction over a queue.
 
     A distribution is softmax(-|x - q|^2 / temperature) over the queue. Retrieval ranks by these
@@ -36,7 +36,7 @@ def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: floa
     return -(expected * log_predicted).sum(1)
 
 
-def same_class(
+def same_class_loss(
     predicted: Tensor, labels: Tensor, queue: Tensor, queue_labels: Tensor, temperature: float
 ) -> Tensor:
     """Cross-entropy of the neighbour distribution over a queue to the queue's items of one's class.

@@ -20,7 +20,7 @@ def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
         return F.normalize(embedding.to(wide)) @ F.normalize(weights.to(wide)).t()
 
 
-def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
+def cosface_loss(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
     """Cross-entropy of scale * (cos - margin on the true class): cosines [n, c], [n] -> [n].
 
     Source: BCT's cosine margin loss (bct.txt section 3.2). Margin 0 gives the normalised softmax.
@@ -32,7 +32,7 @@ def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tens
     return F.cross_entropy(scale * lowered, labels, reduction="none")
 
 
-def arcface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
+def arcface_loss(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
     """Cross-entropy of scale * cos(theta + margin on the true class): cosines [n, c], [n] -> [n].
 
     Source: UniBCT Eq. 4 and DMU Eq. 1, with `margin` in radians. cos(theta + m) is expanded,
@@ -49,7 +49,7 @@ def arcface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tens
     )
 
 
-def linear_softmax(logits: Tensor, labels: Tensor) -> Tensor:
+def softmax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Plain cross-entropy (BCT Eq. 4 with SoftMax): [n, c], [n] -> [n].
 
     A label that is not from 0 to below c raises IndexError, except -100, which gives 0. n may be 0.
@@ -57,7 +57,7 @@ def linear_softmax(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-def share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
+def loss_share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
     """Add the losses [m] of a part of a batch, divided by the size of the whole batch (BCT Eq. 8).
 
     Eq. 4 sums over images, so a term on T_old is weighted by its share of the batch. The result is

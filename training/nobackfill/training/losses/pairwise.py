@@ -13,7 +13,7 @@ def half_squared_l2(embedding: Tensor, old: Tensor) -> Tensor:
     return 0.5 * (embedding - old.detach()).square().sum(1)
 
 
-def regress(embedding: Tensor, old: Tensor) -> Tensor:
+def regression_loss(embedding: Tensor, old: Tensor) -> Tensor:
     """|phi_n(x) - phi_o(x)|^2: [n, d], [n, d] -> [n] (UniBCT Eq. 11).
 
     The printed equation has a minus sign, which would drive the two apart. The paper's text asks to
@@ -22,7 +22,7 @@ def regress(embedding: Tensor, old: Tensor) -> Tensor:
     return (embedding - old.detach()).square().sum(1)
 
 
-def cosine_regression(embedding: Tensor, target: Tensor) -> Tensor:
+def cosine_regression_loss(embedding: Tensor, target: Tensor) -> Tensor:
     """1 - cos(phi_n(x), phi_o(x)): [n, d], [n, d] -> [n] (DMU Eq. 14).
 
     The target gets no gradient. Neither argument needs to be normalised. A zero vector has the
@@ -31,7 +31,7 @@ def cosine_regression(embedding: Tensor, target: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(embedding, target.detach(), dim=1)
 
 
-def contrastive(embedding: Tensor, old: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def contrastive_loss(embedding: Tensor, old: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Let each new feature find its image's old feature among other classes' (UniBCT Eq. 12).
 
     Old features of the same class are neither positive nor negative.

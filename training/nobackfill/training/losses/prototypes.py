@@ -25,7 +25,7 @@ def trimmed_average(old: Tensor, share: float = 0.1) -> Tensor:
     return old[_nearest(old, len(old) - int(share * len(old)))].mean(0)
 
 
-def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
+def select_nearest_to_mean(old: Tensor, labels: Tensor, class_count: int, share: float) -> Tensor:
     """Select in each class the `share` of rows (rounded up) that are nearest to the class mean.
 
     A class without rows is allowed. At equal distances the earlier row is selected. If a class has
@@ -33,15 +33,15 @@ def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> 
 
     Args:
         old: features [n, d].
-        labels: int64 [n], each below `classes`.
-        classes: the number of classes.
+        labels: int64 [n], each below `class_count`.
+        class_count: the number of classes.
         share: 0 to 1; 0 selects no row, above 0 at least one of each class that has rows.
 
     Returns:
         A mask, bool [n], on the device of `old`.
     """
     mask = torch.zeros(len(old), dtype=torch.bool, device=old.device)
-    for label in range(classes):
+    for label in range(class_count):
         rows = torch.nonzero(labels.to(old.device) == label)[:, 0]
         mask[rows[_nearest(old[rows], math.ceil(share * len(rows)))]] = True
     return mask
@@ -119,23 +119,23 @@ def refined_average(
     return refined_features(old, new, temperature=temperature, blend=blend).mean(0)
 
 
-def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+def stack_by_class(labels: Tensor, class_count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Compute `make(rows)` [d] for each class, and stack the results [classes, d].
 
     Args:
-        labels: int64 [n], each from 0 to below `classes`; a larger one is not noticed.
-        classes: the number of classes, at least 1.
+        labels: int64 [n], each from 0 to below `class_count`; a larger one is not noticed.
+        class_count: the number of classes, at least 1.
         make: a function of the class's row numbers, int64 [m], ascending; called once per class, in
             order.
 
     Raises:
         ValueError: a class has no rows.
     """
-    counts = torch.bincount(labels, minlength=classes)
+    counts = torch.bincount(labels, minlength=class_count)
     if (counts == 0).any():
         raise ValueError(
-            f"class number {int(counts.argmin())} of {classes} has no training image, so it has "
-            "no prototype; add images, or remove the class"
+            f"class number {int(counts.argmin())} of {class_count} has no training image, so it "
+            "has no prototype; add images, or remove the class"
         )
     rows = torch.split(labels.argsort(stable=True), counts.tolist())
     return torch.stack([make(picked) for picked in rows])

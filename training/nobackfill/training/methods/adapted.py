@@ -21,18 +21,18 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import EmbedderConfig
 from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.loop.run import Checkpoint, load_part
-from nobackfill.training.losses.pairwise import cosine_regression
+from nobackfill.training.losses.pairwise import cosine_regression_loss
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     WeightOptions,
-    encode_all,
+    encode_images,
     read_options,
 )
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import to_pixels
-from nobackfill.training.networks.maps import procrustes
+from nobackfill.training.networks.maps import fit_procrustes
 
 
 class AdaptedLayer(nn.Module):
@@ -75,7 +75,7 @@ class AdaptedLayer(nn.Module):
         own: Tensor = self.own(features)
         return own if self.further is None else torch.cat((own, self.further(features)), 1)
 
-    def folded(self) -> nn.Linear:
+    def fold_into_linear(self) -> nn.Linear:
         """Return one new linear layer that computes the same, on the device of this one.
 
         The layer has a bias, and its values are copies. This one is not changed. Making it draws
@@ -183,17 +183,17 @@ class AdaptedObjective(CompatibleObjective):
                 tensors[key] = torch.cat((tensors[key], drawn[own_dim:]))
         load_part(self.embedder, replace(checkpoint, tensors=tensors), "encoder")
         self.embedder.requires_grad_(False)
-        own = encode_all(self.embedder, self.images, self.device)
+        own = encode_images(self.embedder, self.images, self.device)
         own[:, own_dim:] = 0
-        old = encode_all(self.old.encoder, self.images, self.device)
-        if self.embedder.unit:
+        old = encode_images(self.old.encoder, self.images, self.device)
+        if self.embedder.unit_norm:
             own = F.normalize(own)
-        start = complete_basis(procrustes(own, old, scaled=False).weight)
+        start = complete_basis(fit_procrustes(own, old, scaled=False).weight)
         adapted = AdaptedLayer(layer, own_dim, start, orthogonal=self.orthogonal)
         replace_layer(self.embedder.backbone, self.path, adapted)
 
     @property
-    def layer(self) -> AdaptedLayer:
+    def adapted_layer(self) -> AdaptedLayer:
         """The embedding layer with its map; it exists between `start_from` and `finish`.
 
         At other times it raises AssertionError.
@@ -230,26 +230,28 @@ class AdaptedObjective(CompatibleObjective):
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
         terms = {"classification": self.head(embedding.detach(), labels)}
-        return terms | self.compatibility(embedding, pixels, labels)
+        return terms | self.compatibility_terms(embedding, pixels, labels)
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return `influence` and `cosine` towards the old space, and terms of `preservation`.
 
         `influence` and `cosine` are means over the batch, times the options `weight` and `cosine`.
         Before `start_from` it raises AssertionError.
         """
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
-        distances = cosine_regression(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
+        distances = cosine_regression_loss(
+            self.cut_to_old_dim(embedding), self.old_embedding(pixels)
+        )
         # In bf16 an orthogonal map would not be orthogonal.
         with torch.autocast(embedding.device.type, enabled=False):
-            preservation = self.preservation(embedding)
+            preservation = self.preservation_terms(embedding)
         return {
             "influence": self.options.weight * influence.mean(),
             "cosine": self.options.cosine * distances.mean(),
             **preservation,
         }
 
-    def preservation(self, embedding: Tensor) -> Terms:
+    def preservation_terms(self, embedding: Tensor) -> Terms:
         """Return weighted terms that hold new vectors [b,dim] close to the independent model's.
 
         This class raises NotImplementedError.
@@ -261,7 +263,7 @@ class AdaptedObjective(CompatibleObjective):
 
         Call it once, after `start_from`. A second call raises AssertionError.
         """
-        replace_layer(self.embedder.backbone, self.path, self.layer.folded())
+        replace_layer(self.embedder.backbone, self.path, self.adapted_layer.fold_into_linear())
 
 
 class Bt2Options(AdaptedOptions):
@@ -310,13 +312,13 @@ class Bt2Objective(AdaptedObjective):
         with nn.utils.parametrize.cached():
             return super().forward(batch)
 
-    def preservation(self, embedding: Tensor) -> Terms:
+    def preservation_terms(self, embedding: Tensor) -> Terms:
         """Return the term `kept`: how far the independent model's part is from `share`.
 
         It is the mean squared difference of lengths over the batch, times the option `kept`.
         Embeddings [b,dim] need not be normalised. Before `start_from` it raises AssertionError.
         """
-        layer = self.layer
+        layer = self.adapted_layer
         before = F.normalize(embedding) @ layer.map.weight
         share = before[:, : layer.own.out_features].norm(dim=1)
         off = (share - self.options.share).square()
@@ -357,14 +359,14 @@ class LambdaObjective(AdaptedObjective):
                 f"expected embedding_dim: {own_dim}, got {dim}"
             )
 
-    def preservation(self, embedding: Tensor) -> Terms:
+    def preservation_terms(self, embedding: Tensor) -> Terms:
         """Return the penalty on how far the map is from an orthogonal one, beyond `threshold`.
 
         The embedding has no part in it. The distance goes to the statistics as `from_orthogonal`.
         The term is `orthogonality`; it is 0 while the distance is not above `threshold`. Before
         `start_from` it raises AssertionError.
         """
-        weight = self.layer.map.weight
+        weight = self.adapted_layer.map.weight
         excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()
         self.statistics["from_orthogonal"] = float(excess.detach())
         penalty = F.relu(excess - self.options.threshold)

@@ -7,9 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from nobackfill.training.loop.objective import Terms
-from nobackfill.training.losses.distillation import distillation, focal_distillation
-from nobackfill.training.losses.margins import share_of_batch
-from nobackfill.training.losses.pairwise import contrastive, half_squared_l2, regress
+from nobackfill.training.losses.distillation import distillation_loss, focal_distillation_loss
+from nobackfill.training.losses.margins import loss_share_of_batch
+from nobackfill.training.losses.pairwise import contrastive_loss, half_squared_l2, regression_loss
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
@@ -22,7 +22,7 @@ class L2Objective(CompatibleObjective):
         super().__init__(inputs)
         self.weight = read_options(inputs.config.options, WeightOptions, "l2").weight
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `l2`; it is 0 for a batch without classes that the old model knows.
 
         The losses of images of known classes are added, and divided by the size of the whole batch.
@@ -34,7 +34,7 @@ class L2Objective(CompatibleObjective):
         losses = half_squared_l2(
             self.cut_to_old_dim(embedding[known]), self.old_embedding(pixels[known])
         )
-        return {"l2": self.weight * share_of_batch(losses, len(labels))}
+        return {"l2": self.weight * loss_share_of_batch(losses, len(labels))}
 
 
 class LwfObjective(CompatibleObjective):
@@ -45,7 +45,7 @@ class LwfObjective(CompatibleObjective):
         super().__init__(inputs)
         self.weight = read_options(inputs.config.options, WeightOptions, "lwf").weight
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `soft_labels`; 0 for a batch of classes that the old model knows.
 
         The losses of images of new classes are added, and divided by the size of the whole batch.
@@ -53,7 +53,7 @@ class LwfObjective(CompatibleObjective):
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
         old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
-        term = share_of_batch(distillation(new_logits, old_logits), len(labels))
+        term = loss_share_of_batch(distillation_loss(new_logits, old_logits), len(labels))
         return {"soft_labels": self.weight * term}
 
 
@@ -64,9 +64,9 @@ class RegressObjective(CompatibleObjective):
         super().__init__(inputs)
         self.weight = read_options(inputs.config.options, WeightOptions, "regress").weight
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `regress`, the mean over the batch; labels are not used."""
-        losses = regress(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
+        losses = regression_loss(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
         return {"regress": self.weight * losses.mean()}
 
 
@@ -83,7 +83,7 @@ class ContrastiveObjective(CompatibleObjective):
         super().__init__(inputs)
         self.options = read_options(inputs.config.options, ContrastiveOptions, "contrastive")
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `contrastive`; it is 0 for a batch of one class.
 
         It is the mean over the batch.
@@ -91,7 +91,7 @@ class ContrastiveObjective(CompatibleObjective):
         Raises:
             ConfigurationError: an embedding has fewer elements than an old one.
         """
-        losses = contrastive(
+        losses = contrastive_loss(
             self.cut_to_old_dim(embedding),
             self.old_embedding(pixels),
             labels,
@@ -118,9 +118,9 @@ class FocalObjective(CompatibleObjective):
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `focal_distillation`, the mean over the batch, on all classes."""
-        losses = focal_distillation(
+        losses = focal_distillation_loss(
             self.old_classifier.logits(embedding),
             self.old_classifier.logits(self.old_embedding(pixels)),
             self.known_labels[labels],

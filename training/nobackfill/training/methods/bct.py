@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from nobackfill.training.loop.objective import Terms
-from nobackfill.training.losses.distillation import distillation
-from nobackfill.training.losses.margins import share_of_batch
-from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.losses.distillation import distillation_loss
+from nobackfill.training.losses.margins import loss_share_of_batch
+from nobackfill.training.losses.prototypes import class_average, stack_by_class
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     WeightOptions,
-    encode_all,
+    encode_images,
     read_options,
 )
 from nobackfill.training.networks.heads import FixedClassifier
@@ -29,11 +29,11 @@ class BctObjective(CompatibleObjective):
         options = read_options(inputs.config.options, WeightOptions, inputs.config.method)
         self.weight = options.weight
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `influence`, the second term of Eq. 8 times the option `weight`."""
-        return {"influence": self.weight * self.influence(embedding, labels)}
+        return {"influence": self.weight * self.influence_loss(embedding, labels)}
 
-    def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
+    def influence_loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old.
 
         The sum over images of classes that it knows is divided by the size of the batch. The old
@@ -53,13 +53,13 @@ class BctObjective(CompatibleObjective):
         old_labels = self.known_labels[labels]
         known = old_labels >= 0
         losses = self.old_classifier.loss(embedding[known], old_labels[known])
-        return share_of_batch(losses, len(labels))
+        return loss_share_of_batch(losses, len(labels))
 
 
 class BctDistillationObjective(BctObjective):
     """BCT with distillation on T_new minus T_old (bct-supplement.txt section 1)."""
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return `influence`, and `distillation` on images of classes new to the old model.
 
         Both are sums divided by the size of the whole batch, and have the option `weight`. A term
@@ -71,8 +71,8 @@ class BctDistillationObjective(BctObjective):
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
         old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
-        term = share_of_batch(distillation(new_logits, old_logits), len(labels))
-        return super().compatibility(embedding, pixels, labels) | {
+        term = loss_share_of_batch(distillation_loss(new_logits, old_logits), len(labels))
+        return super().compatibility_terms(embedding, pixels, labels) | {
             "distillation": self.weight * term
         }
 
@@ -117,17 +117,17 @@ def extended_classifier(
         return old, rows
     labels = inputs.labels
     needed = torch.isin(labels, missing)
-    features = encode_all(objective.old.encoder, inputs.images[needed], inputs.device)
+    features = encode_images(objective.old.encoder, inputs.images[needed], inputs.device)
     place = torch.searchsorted(missing, labels[needed])
-    means = by_class(place, len(missing), lambda picked: class_average(features[picked]))
+    means = stack_by_class(place, len(missing), lambda picked: class_average(features[picked]))
     bias = None
-    if old.form == "softmax":
+    if old.head_kind == "softmax":
         means = means / means.norm(dim=1, keepdim=True) * old.weights.norm(dim=1).mean()
         bias = torch.cat((old.bias, old.bias.mean().expand(len(missing))))
     rows[missing] = len(old.weights) + torch.arange(len(missing))
     extended = FixedClassifier(
         torch.cat((old.weights, means)),
-        form=old.form,
+        head_kind=old.head_kind,
         margin=old.margin,
         scale=old.scale,
         bias=bias,

@@ -12,15 +12,15 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.compatible import Options, read_options
-from nobackfill.training.networks.maps import AffineMap, affine, low_rank, procrustes
+from nobackfill.training.networks.maps import AffineMap, fit_affine, fit_low_rank, fit_procrustes
 from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class InputShape(NamedTuple):
     """Dimensions of a map's inputs; 0: not read."""
 
-    embedding: int
-    side: int
+    embedding_dim: int
+    side_dim: int
 
 
 def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
@@ -42,10 +42,10 @@ def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Te
             AssertionError).
         reads: which inputs are read.
     """
-    if not reads.side:
+    if not reads.side_dim:
         return embedding
     assert side is not None
-    return torch.cat((embedding, side), 1) if reads.embedding else side
+    return torch.cat((embedding, side), 1) if reads.embedding_dim else side
 
 
 def flatten_views(rows: Mapping[str, Tensor], name: str) -> Tensor:
@@ -60,13 +60,15 @@ def flatten_views(rows: Mapping[str, Tensor], name: str) -> Tensor:
 class LinearMap(nn.Module):
     """One linear layer over the concatenated inputs, or two with `rank` values between them.
 
-    With `unit` the output is normalised.
+    With `unit_norm` the output is normalised.
     """
 
-    def __init__(self, reads: InputShape, dim: int, unit: bool, rank: int | None = None) -> None:
+    def __init__(
+        self, reads: InputShape, dim: int, unit_norm: bool, rank: int | None = None
+    ) -> None:
         super().__init__()
-        self.reads, self.unit = reads, unit
-        total = reads.embedding + reads.side
+        self.input_shape, self.unit_norm = reads, unit_norm
+        total = reads.embedding_dim + reads.side_dim
         self.down = nn.Linear(total, rank) if rank is not None else None
         self.up = nn.Linear(rank if rank is not None else total, dim)
 
@@ -76,11 +78,11 @@ class LinearMap(nn.Module):
         `side` may be None only if it is not read (else AssertionError). With `unit` a zero output
         stays zero.
         """
-        x = concatenate(embedding, side, self.reads)
+        x = concatenate(embedding, side, self.input_shape)
         if self.down is not None:
             x = self.down(x)
         output: Tensor = self.up(x)
-        return F.normalize(output) if self.unit else output
+        return F.normalize(output) if self.unit_norm else output
 
 
 class LowRankOptions(Options):
@@ -115,7 +117,7 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     read_options(config.options, Options, config.method)
     reads = input_shape(config, shape)
     return UpgradeNetwork(
-        LinearMap(reads, shape.new_dim, shape.unit),
+        LinearMap(reads, shape.new_dim, shape.unit_norm),
         reads_side=shape.side_dim > 0,
         g=LinearMap(reads, shape.new_side_dim, False) if shape.new_side_dim else None,
     )
@@ -139,11 +141,13 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         RuntimeError: the network was built for other dimensions.
     """
     reads = input_shape(inputs.config, inputs.shape)
-    x = training_inputs(inputs.rows, reads)
+    x = training_inputs(inputs.training_features, reads)
     for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
         if isinstance(network, LinearMap):
-            y = flatten_views(inputs.rows, target)
-            set_linear(network.up, affine(x, y, group=inputs.rows["new"].shape[1]))
+            y = flatten_views(inputs.training_features, target)
+            set_linear(
+                network.up, fit_affine(x, y, group_size=inputs.training_features["new"].shape[1])
+            )
 
 
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
@@ -152,7 +156,7 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
     Raises:
         KeyError: `rows` lacks `side`, which is read, or `old`, whether it is read or not.
     """
-    side = flatten_views(rows, "side") if reads.side else None
+    side = flatten_views(rows, "side") if reads.side_dim else None
     return concatenate(flatten_views(rows, "old"), side, reads)
 
 
@@ -172,7 +176,7 @@ def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwo
             "method procrustes maps only embeddings: expected reads_embedding: true and side: "
             "carries or drops; for side-information use method: affine"
         )
-    h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit)
+    h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit_norm)
     return UpgradeNetwork(h, reads_side=False)
 
 
@@ -193,8 +197,11 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         KeyError: `inputs.rows` lacks old or new vectors.
     """
     assert isinstance(upgrade.h, LinearMap)
-    x, y = flatten_views(inputs.rows, "old"), flatten_views(inputs.rows, "new")
-    set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))
+    x, y = (
+        flatten_views(inputs.training_features, "old"),
+        flatten_views(inputs.training_features, "new"),
+    )
+    set_linear(upgrade.h.up, fit_procrustes(x, y, scaled=not inputs.shape.unit_norm))
 
 
 def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
@@ -215,14 +222,14 @@ def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
             "or side: carries or drops"
         )
     reads = input_shape(config, shape)
-    largest = min(reads.embedding + reads.side, shape.new_dim)
+    largest = min(reads.embedding_dim + reads.side_dim, shape.new_dim)
     rank = max(1, shape.new_dim // 4) if options.rank is None else options.rank
     if rank > largest:
         raise ConfigurationError(
             f"method low_rank: expected an option rank of 1 to {largest}, the smallest dimension, "
             f"got {rank}"
         )
-    h = LinearMap(reads, shape.new_dim, shape.unit, rank)
+    h = LinearMap(reads, shape.new_dim, shape.unit_norm, rank)
     return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
@@ -241,13 +248,16 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         RuntimeError: the network was built for other dimensions.
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
-    x = training_inputs(inputs.rows, upgrade.h.reads)
-    y, views = flatten_views(inputs.rows, "new"), inputs.rows["new"].shape[1]
-    down, up = low_rank(x, y, upgrade.h.down.out_features, group=views)
+    x = training_inputs(inputs.training_features, upgrade.h.input_shape)
+    y, views = (
+        flatten_views(inputs.training_features, "new"),
+        inputs.training_features["new"].shape[1],
+    )
+    down, up = fit_low_rank(x, y, upgrade.h.down.out_features, group_size=views)
     set_linear(upgrade.h.down, down)
     set_linear(upgrade.h.up, up)
 
 
-AFFINE = UpgradeMethod(build=build_linear, solve=solve_affine)
-PROCRUSTES = UpgradeMethod(build=build_procrustes, solve=solve_procrustes)
-LOW_RANK = UpgradeMethod(build=build_low_rank, solve=solve_low_rank)
+AFFINE = UpgradeMethod(build_network=build_linear, solve=solve_affine)
+PROCRUSTES = UpgradeMethod(build_network=build_procrustes, solve=solve_procrustes)
+LOW_RANK = UpgradeMethod(build_network=build_low_rank, solve=solve_low_rank)

@@ -72,7 +72,7 @@ def read_options(options: Mapping[str, object], model: type[AnyOptions], method:
 
 
 class CompatibleObjective(EmbedderObjective):
-    """Classification on the new classes, plus the terms of `compatibility`.
+    """Classification on the new classes, plus the terms of `compatibility_terms`.
 
     The constructor raises ConfigurationError without an old model, or if the new embedding is
     shorter than the old one. Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b].
@@ -98,9 +98,9 @@ class CompatibleObjective(EmbedderObjective):
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
         terms = {"classification": self.head(embedding, labels)}
-        return terms | self.compatibility(embedding, pixels, labels)
+        return terms | self.compatibility_terms(embedding, pixels, labels)
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return weighted terms for new embeddings [b,dim] of pixels [b,3,H,W] with labels [b].
 
         Args:
@@ -131,7 +131,7 @@ class CompatibleObjective(EmbedderObjective):
             ConfigurationError: an embedding has fewer than old_dim elements.
         """
         first = first_elements(embedding, self.old.encoder.dim)
-        return F.normalize(first) if self.old.encoder.unit else first
+        return F.normalize(first) if self.old.encoder.unit_norm else first
 
 
 class _Resized(torch.nn.Module):
@@ -157,21 +157,21 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
         ConfigurationError: there is no old model, or the new embedding is shorter than the old one.
     """
     config = inputs.config
-    if inputs.old is None:
+    if inputs.old_classifier is None:
         raise ConfigurationError(
             f"method {config.method} trains a model that is compatible with an old one: set the "
             "key old to the old model's run folder"
         )
-    dim = inputs.old.encoder.dim
+    dim = inputs.old_classifier.encoder.dim
     if config.embedding_dim < dim:
         raise ConfigurationError(
             f"method {config.method}: expected embedding_dim of at least {dim}, the old model's, "
             f"because the first elements are compared with old vectors; got {config.embedding_dim}"
         )
-    return inputs.old
+    return inputs.old_classifier
 
 
-def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
+def encode_images(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
     """Encode images uint8 [n,H,W,3] without augmentation.
 
     Images are resized to the encoder's input size. Pixels are computed in float32, 256 images at a

@@ -21,7 +21,7 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
         ConfigurationError: the head is not `simplex`; or the old model has another head, another
             dimension, or a class at another vertex.
     """
-    config, old = inputs.config, inputs.old
+    config, old = inputs.config, inputs.old_classifier
     if config.head != "simplex":
         raise ConfigurationError(
             "method d_simplex: expected head: simplex, the fixed classifier of this method, got "

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.distillation import forward_kl, reversed_kl
+from nobackfill.training.losses.distillation import forward_kl_divergence, reversed_kl_divergence
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
@@ -33,7 +33,7 @@ class KlObjective(ForwardObjective):
 
         The target gets no gradient.
         """
-        return forward_kl(predicted, target)
+        return forward_kl_divergence(predicted, target)
 
 
 class ReversedKlObjective(KlObjective):
@@ -41,8 +41,8 @@ class ReversedKlObjective(KlObjective):
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
         """Return KL(predicted || target) of logits: [n,c], [n,c] -> [n]; both get a gradient."""
-        return reversed_kl(predicted, target)
+        return reversed_kl_divergence(predicted, target)
 
 
-KL = UpgradeMethod(build=build_fct, objective=KlObjective)
-REVERSED_KL = UpgradeMethod(build=build_fct, objective=ReversedKlObjective)
+KL = UpgradeMethod(build_network=build_fct, make_objective=KlObjective)
+REVERSED_KL = UpgradeMethod(build_network=build_fct, make_objective=ReversedKlObjective)

@@ -20,7 +20,7 @@ from nobackfill.training.losses.discriminativeness import (
     selective_loss,
 )
 from nobackfill.training.losses.margins import weight_spread
-from nobackfill.training.losses.pairwise import cosine_regression
+from nobackfill.training.losses.pairwise import cosine_regression_loss
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeShape
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
@@ -46,18 +46,18 @@ class DmuOptions(WeightOptions):
 class ForwardAdaptiveHead(nn.Module):
     """psi: three blocks of linear, BatchNorm and ReLU, then a linear layer.
 
-    It maps old embeddings [n,old_dim] to [n,new_dim], and reads no side-information. With `unit`
-    its output is normalised. This is psi of DMU Eq. 11.
+    It maps old embeddings [n,old_dim] to [n,new_dim], and reads no side-information. With
+    `unit_norm` its output is normalised. This is psi of DMU Eq. 11.
     """
 
-    def __init__(self, old_dim: int, new_dim: int, hidden_dim: int, unit: bool) -> None:
+    def __init__(self, old_dim: int, new_dim: int, hidden_dim: int, unit_norm: bool) -> None:
         super().__init__()
         dims = (old_dim, hidden_dim, hidden_dim, hidden_dim)
         blocks: list[nn.Module] = []
         for dim_in, dim_out in pairwise(dims):
             blocks += [nn.Linear(dim_in, dim_out), nn.BatchNorm1d(dim_out), nn.ReLU(inplace=True)]
         self.layers = nn.Sequential(*blocks, nn.Linear(hidden_dim, new_dim))
-        self.unit = unit
+        self.unit_norm = unit_norm
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
         """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
@@ -66,7 +66,7 @@ class ForwardAdaptiveHead(nn.Module):
         `unit` a zero output stays zero.
         """
         output: Tensor = self.layers(embedding)
-        return nn.functional.normalize(output) if self.unit else output
+        return nn.functional.normalize(output) if self.unit_norm else output
 
 
 def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
@@ -79,7 +79,7 @@ def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork
         ConfigurationError: an option is unknown or of a wrong value.
     """
     options = read_options(config.options, DmuOptions, config.method)
-    head = ForwardAdaptiveHead(shape.old_dim, shape.new_dim, options.hidden_dim, shape.unit)
+    head = ForwardAdaptiveHead(shape.old_dim, shape.new_dim, options.hidden_dim, shape.unit_norm)
     return UpgradeNetwork(head, reads_side=False)
 
 
@@ -96,7 +96,9 @@ class DmuObjective(CompatibleObjective):
         self.options = read_options(config.options, DmuOptions, config.method)
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)
-        shape = UpgradeShape(self.old.encoder.dim, 0, config.embedding_dim, 0, self.embedder.unit)
+        shape = UpgradeShape(
+            self.old.encoder.dim, 0, config.embedding_dim, 0, self.embedder.unit_norm
+        )
         self.upgrade = build_forward(config, shape) if self.options.forward else None
 
     def forward(self, batch: Batch) -> Terms:
@@ -115,15 +117,15 @@ class DmuObjective(CompatibleObjective):
         old = self.old_embedding(self.augment(images))
         embedding = self.embedder.encode(self.augment(images))
         terms = {"classification": self.head(embedding, labels)}
-        weights = self.weights(old, labels)
+        weights = self.discriminativeness_weights(old, labels)
         self.statistics["weight_spread"] = float(weight_spread(weights))
         losses = self.old_space_losses(embedding, old, labels)
         terms["selective"] = self.options.weight * selective_loss(losses, weights)
         if self.upgrade is not None:
-            terms["forward"] = self.forward_adaptive(old, embedding, labels)
+            terms["forward"] = self.forward_adaptive_loss(old, embedding, labels)
         return terms
 
-    def weights(self, old: Tensor, labels: Tensor) -> Tensor:
+    def discriminativeness_weights(self, old: Tensor, labels: Tensor) -> Tensor:
         """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1, or equal weights.
 
         In training they have no gradient, because the old embeddings have none.
@@ -163,10 +165,10 @@ class DmuObjective(CompatibleObjective):
             ConfigurationError: dim is below the old model's dimension.
         """
         if self.options.regularizer == "regression":
-            return cosine_regression(self.cut_to_old_dim(embedding), old)
+            return cosine_regression_loss(self.cut_to_old_dim(embedding), old)
         return self.old_classifier.loss(embedding, self.known_labels[labels])
 
-    def forward_adaptive(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
+    def forward_adaptive_loss(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return L_FA (Eq. 11), a scalar: psi's output under the new head; trains psi and the head.
 
         In the regression variant, only psi is trained, towards the new embedding. The new embedding
@@ -184,7 +186,7 @@ class DmuObjective(CompatibleObjective):
         assert self.upgrade is not None
         adapted = self.upgrade(old).embedding
         if self.options.regularizer == "regression":
-            return cosine_regression(adapted, embedding).mean()
+            return cosine_regression_loss(adapted, embedding).mean()
         loss: Tensor = self.head(adapted, labels)
         return loss
 
@@ -199,4 +201,4 @@ class DmuObjective(CompatibleObjective):
         return parts
 
 
-DMU = EmbedderMethod(DmuObjective, searches_directly=True, upgrade=build_forward)
+DMU = EmbedderMethod(DmuObjective, searches_directly=True, build_upgrade=build_forward)

@@ -20,7 +20,7 @@ from nobackfill.training.methods.forward import ForwardObjective
 from nobackfill.training.networks.transform import (
     UpgradeNetwork,
     UpgradeOutput,
-    projection_unit,
+    make_projection_layers,
 )
 
 
@@ -43,9 +43,9 @@ class VarianceHead(nn.Module):
 
     def __init__(self, reads: InputShape, width: int) -> None:
         super().__init__()
-        self.reads = reads
+        self.input_shape = reads
         self.layers = nn.Sequential(
-            projection_unit(reads.embedding + reads.side, width), nn.Linear(width, 1)
+            make_projection_layers(reads.embedding_dim + reads.side_dim, width), nn.Linear(width, 1)
         )
         self.register_buffer("offset", torch.zeros(()))
 
@@ -55,7 +55,7 @@ class VarianceHead(nn.Module):
         `side` may be None only if it is not read. In training mode BatchNorm needs at least two
         rows, or raises ValueError.
         """
-        output: Tensor = self.layers(concatenate(embedding, side, self.reads))
+        output: Tensor = self.layers(concatenate(embedding, side, self.input_shape))
         return output[:, 0] + self.offset
 
 
@@ -88,7 +88,7 @@ class FastFillObjective(ForwardObjective):
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
         self.options = read_options(inputs.options, self.options_model, inputs.config.method)
-        self.held_out = inputs.held_out
+        self.held_out = inputs.held_out_features
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """Return the terms of FastFill for outputs and targets of one view per row.
@@ -110,7 +110,7 @@ class FastFillObjective(ForwardObjective):
             return {**terms, "distance": self._joint(predicted, view, upgraded.log_variance)}
         terms["distance"] = self.relative_distance(predicted, target).mean()
         if self.options.classification:
-            terms["classification"] = self.options.classification * self.classification(
+            terms["classification"] = self.options.classification * self.classification_loss(
                 predicted, view["labels"]
             )
         likelihood = gaussian_nll(predicted.detach(), target, upgraded.log_variance)
@@ -176,8 +176,8 @@ def uses_labels(
 
 CLASSIFICATION = "classification"
 FASTFILL = UpgradeMethod(
-    build=build_fastfill,
-    objective=FastFillObjective,
+    build_network=build_fastfill,
+    make_objective=FastFillObjective,
     reads_labels=uses_labels,
-    choices={CLASSIFICATION: (1.0, 0.0)},
+    option_values={CLASSIFICATION: (1.0, 0.0)},
 )

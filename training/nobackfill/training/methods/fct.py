@@ -32,7 +32,7 @@ class BestEpoch(nn.Module):
         # Not infinity, because a checkpoint must hold finite numbers.
         self.register_buffer("least", torch.tensor(torch.finfo(torch.float32).max))
 
-    def offer(self, network: nn.Module, figure: float) -> None:
+    def keep_if_better(self, network: nn.Module, figure: float) -> None:
         """Copy the weights of `network` if `figure` is below all earlier ones; NaN never is.
 
         At an equal figure the earlier weights stay. Buffers are copied, too.
@@ -91,12 +91,12 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape, *, raw: bool = False) 
             dim,
             projection_dim=config.projection_dim,
             inner_dim=config.inner_dim,
-            unit=unit,
+            unit_norm=unit,
             raw=raw,
         )
 
     return UpgradeNetwork(
-        transform(shape.new_dim, shape.unit),
+        transform(shape.new_dim, shape.unit_norm),
         reads_side=shape.side_dim > 0,
         g=transform(shape.new_side_dim, False) if shape.new_side_dim else None,
     )
@@ -116,9 +116,9 @@ class FctObjective(Objective):
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__()
         self.upgrade = upgrade
-        self.freeze_at = inputs.config.freeze_batchnorm_at
+        self.freeze_batchnorm_at = inputs.config.freeze_batchnorm_at
         self.labelled_views = inputs.labelled_views
-        self._held_out = inputs.held_out
+        self._held_out = inputs.held_out_features
         if inputs.config.keep_best and not self._held_out:
             raise ConfigurationError(
                 "the key keep_best: there is no held-out image to select the best epoch by; set "
@@ -134,7 +134,7 @@ class FctObjective(Objective):
         held-out images nothing is measured.
         """
         self._measure_held_out()
-        if epoch >= self.freeze_at * epochs:
+        if epoch >= self.freeze_batchnorm_at * epochs:
             for module in self.upgrade.modules():
                 if isinstance(module, nn.BatchNorm1d):
                     module.eval()
@@ -154,7 +154,7 @@ class FctObjective(Objective):
         distance = squared_l2(upgraded.embedding, view["new"])
         self.statistics["held_out_distance"] = float(distance)
         if self.best is not None:
-            self.best.offer(self.upgrade, float(distance))
+            self.best.keep_if_better(self.upgrade, float(distance))
 
     def finish(self) -> None:
         """With the key keep_best, load the weights of the best epoch; else do nothing.
@@ -174,7 +174,7 @@ class FctObjective(Objective):
         used, `side` and `new_side`, [b,v,d], and `labels` int64 [b]. In training mode BatchNorm
         needs at least two rows, or raises ValueError.
         """
-        view = draw_view(batch, self.labelled_views, both=self.both_views)
+        view = draw_view(batch, self.labelled_views, draws_two=self.both_views)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
@@ -201,7 +201,7 @@ class FctObjective(Objective):
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 
 
-def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
+def draw_view(batch: Batch, labelled: int, *, draws_two: bool = False) -> Batch:
     """Draw views: features [b,v,d] -> [b,d], the same view of a row in every tensor.
 
     Torch's default generator draws. The batch is not changed.
@@ -209,18 +209,18 @@ def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
     Args:
         batch: the batch; its tensors other than features have one value per row.
         labelled: the number of first views that have the row's label; the others get label -1.
-        both: draw one labelled and one other view per row. The result has 2b rows: all labelled
-            views, then the others. Without other views it raises RuntimeError.
+        draws_two: draw one labelled and one other view per row. The result has 2b rows: all
+            labelled views, then the others. Without other views it raises RuntimeError.
 
     Returns:
-        The tensors by name, with `labels` int64; features are [b,d], or [2b,d] with `both`.
+        The tensors by name, with `labels` int64; features are [b,d], or [2b,d] with `draws_two`.
 
     Raises:
         KeyError: the batch lacks `old` or `labels`.
     """
     n, views = batch["old"].shape[:2]
-    row, picked = torch.arange(n), torch.randint(labelled if both else views, (n,))
-    if both:
+    row, picked = torch.arange(n), torch.randint(labelled if draws_two else views, (n,))
+    if draws_two:
         row, picked = row.repeat(2), torch.cat((picked, torch.randint(labelled, views, (n,))))
     row, picked = (index.to(batch["old"].device, non_blocking=True) for index in (row, picked))
     drawn = {
@@ -230,4 +230,4 @@ def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
     return {**drawn, "labels": torch.where(picked < labelled, drawn["labels"], -1)}
 
 
-FCT = UpgradeMethod(build=_build, objective=FctObjective)
+FCT = UpgradeMethod(build_network=_build, make_objective=FctObjective)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.losses.prototypes import class_average, stack_by_class
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods.cheap_maps import flatten_views
 from nobackfill.training.methods.fct import FctObjective
@@ -34,7 +34,7 @@ class ForwardObjective(FctObjective):
         # Each training class's row in the new classifier; -1 if the class is unknown there.
         self.register_buffer("new_labels", labels)
         # Mean squared distance of new embeddings from their mean, the unit of distances.
-        new = flatten_views(inputs.rows, "new")
+        new = flatten_views(inputs.training_features, "new")
         self.register_buffer("spread", (new - new.mean(0)).square().sum(1).mean())
 
     def relative_distance(self, predicted: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class ForwardObjective(FctObjective):
         """
         return (predicted - target).square().sum(1) / self.spread
 
-    def rows_of(self, labels: Tensor) -> Tensor:
+    def classifier_rows(self, labels: Tensor) -> Tensor:
         """Return the new classifier's row of each label, int64 [n]; -1 without one.
 
         Args:
@@ -54,7 +54,7 @@ class ForwardObjective(FctObjective):
         """
         return torch.where(labels >= 0, self.new_labels[labels.clamp(min=0)], -1)
 
-    def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
+    def classification_loss(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """Return the new classifier's mean loss over rows [n,d]: a scalar.
 
         Rows of classes that it does not know count as 0. They stay in the denominator. Only
@@ -75,7 +75,7 @@ class ForwardObjective(FctObjective):
             ConfigurationError: d is below the new model's dimension.
             IndexError: a label is no class of the training.
         """
-        own = self.rows_of(labels)
+        own = self.classifier_rows(labels)
         known = torch.nonzero(own >= 0)[:, 0]
         losses = self.classifier.loss(predicted[known], own[known])
         return losses.new_zeros(len(labels)).index_put((known,), losses)
@@ -107,9 +107,11 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
     known = torch.full((classes,), -1)
     known[present] = torch.arange(len(present))
     compact = known[labels]
-    means = by_class(compact, len(present), lambda rows: class_average(new[rows]))
-    if inputs.shape.unit:
-        classifier = FixedClassifier(means, form="normalized_softmax", margin=0.0, scale=_SCALE)
+    means = stack_by_class(compact, len(present), lambda rows: class_average(new[rows]))
+    if inputs.shape.unit_norm:
+        classifier = FixedClassifier(
+            means, head_kind="normalized_softmax", margin=0.0, scale=_SCALE
+        )
     else:
         classifier = gaussian_classifier(means, new, compact)
     return classifier, known

@@ -3,7 +3,7 @@
 import torch
 
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.lce import boundary_loss, centre_alignment
+from nobackfill.training.losses.lce import boundary_loss, centre_alignment_loss
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
@@ -28,18 +28,18 @@ class LceObjective(ForwardObjective):
             IndexError: a label is no class of the training.
         """
         predicted, labels = upgraded.embedding, view["labels"]
-        own = self.rows_of(labels)
+        own = self.classifier_rows(labels)
         known, labelled = own >= 0, torch.nonzero(labels >= 0)[:, 0]
         weights = self.classifier.weights
         terms = super().distance_terms(upgraded, view)
         del terms["distance"]
         alignment = predicted.new_zeros(1)
         if len(labelled):
-            alignment = centre_alignment(
+            alignment = centre_alignment_loss(
                 predicted[labelled], view["new"][labelled], labels[labelled]
             )
         return terms | {
-            "classification": self.classification(predicted, labels),
+            "classification": self.classification_loss(predicted, labels),
             "alignment": alignment.mean(),
             "boundary": boundary_loss(
                 predicted[known], view["new"][known], weights, own[known]
@@ -48,4 +48,6 @@ class LceObjective(ForwardObjective):
         }
 
 
-LCE = UpgradeMethod(build=build_fct, objective=LceObjective, reads_labels=lambda config: True)
+LCE = UpgradeMethod(
+    build_network=build_fct, make_objective=LceObjective, reads_labels=lambda config: True
+)

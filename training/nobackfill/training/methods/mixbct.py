@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.prototypes import nearest_to_mean
+from nobackfill.training.losses.prototypes import select_nearest_to_mean
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     Options,
-    encode_all,
+    encode_images,
     read_options,
 )
 from nobackfill.training.networks.embedder import to_pixels
@@ -48,9 +48,9 @@ class MixBctObjective(CompatibleObjective):
                 f"embedding_dim: {self.old.encoder.dim}, the old model's, got "
                 f"{inputs.config.embedding_dim}"
             )
-        old = encode_all(self.old.encoder, inputs.images, inputs.device)
+        old = encode_images(self.old.encoder, inputs.images, inputs.device)
         classes, share = len(inputs.class_names), self.options.trusted_share
-        trusted = nearest_to_mean(old, inputs.labels, classes, share)
+        trusted = select_nearest_to_mean(old, inputs.labels, classes, share)
         # Images that may be replaced, bool [n].
         self.register_buffer("trusted", trusted)
 

@@ -44,14 +44,17 @@ class Bottleneck(nn.Module):
 
 
 class ResidualBottlenecks(nn.Module):
-    """A linear layer to the new dimension, then residual bottlenecks; normalised with `unit`."""
+    """A linear layer to the new dimension, then residual bottlenecks.
 
-    def __init__(self, old_dim: int, new_dim: int, options: RbtOptions, unit: bool) -> None:
+    With `unit_norm`, outputs are normalised.
+    """
+
+    def __init__(self, old_dim: int, new_dim: int, options: RbtOptions, unit_norm: bool) -> None:
         super().__init__()
         bottleneck = options.bottleneck or max(1, new_dim // 2)
         blocks = [Bottleneck(new_dim, bottleneck) for _ in range(options.blocks)]
         self.layers = nn.Sequential(nn.Linear(old_dim, new_dim), *blocks)
-        self.unit = unit
+        self.unit_norm = unit_norm
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
@@ -60,7 +63,7 @@ class ResidualBottlenecks(nn.Module):
         output stays zero.
         """
         output: Tensor = self.layers(embedding)
-        return F.normalize(output) if self.unit else output
+        return F.normalize(output) if self.unit_norm else output
 
 
 def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
@@ -79,8 +82,8 @@ def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
             "method rbt maps only embeddings: expected reads_embedding: true and side: carries or "
             "drops; for side-information use method: fct"
         )
-    h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit)
+    h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit_norm)
     return UpgradeNetwork(h, reads_side=False)
 
 
-RBT = UpgradeMethod(build=build_rbt, objective=FctObjective)
+RBT = UpgradeMethod(build_network=build_rbt, make_objective=FctObjective)

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.listwise import listwise, mean_squared_distance, same_class
+from nobackfill.training.losses.listwise import (
+    listwise_loss,
+    mean_squared_distance,
+    same_class_loss,
+)
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import (
     InputShape,
@@ -32,7 +36,7 @@ from nobackfill.training.methods.fastfill import (
     VarianceHead,
     uses_labels,
 )
-from nobackfill.training.networks.maps import affine, whitening_map
+from nobackfill.training.networks.maps import fit_affine, fit_whitening_map
 from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
 
 # A strong ridge on purpose: int8 has 256 steps for the largest input, so scaled-up directions of
@@ -97,28 +101,31 @@ class WhiteningLayer(nn.Module):
         self.shift.copy_(x.mean(0))
         # A constant element carries no information: its scale is 0, not infinite.
         self.scale.copy_(torch.where(deviation > 1e-6, 1 / deviation.clamp(min=1e-6), 0.0))
-        set_linear(self.rotate, whitening_map((x - self.shift) * self.scale, _WHITENING))
+        set_linear(self.rotate, fit_whitening_map((x - self.shift) * self.scale, _WHITENING))
 
 
 class ResidualMap(nn.Module):
-    """affine(w) + mlp(w) of whitened inputs w, or the mean of several mlp; normalised with `unit`.
+    """affine(w) + mlp(w) of whitened inputs w, or the mean of several mlp.
 
-    The last layer of a network starts at zero, so that training starts at the affine solution.
+    With `unit_norm`, outputs are normalised. The last layer of a network starts at zero, so that
+    training starts at the affine solution.
     """
 
     def __init__(
-        self, reads: InputShape, dim: int, inner_dim: int, unit: bool, members: int = 1
+        self, reads: InputShape, dim: int, inner_dim: int, unit_norm: bool, member_count: int = 1
     ) -> None:
         super().__init__()
-        total = reads.embedding + reads.side
-        self.reads, self.unit = reads, unit
-        self.embedding = WhiteningLayer(reads.embedding) if reads.embedding else None
-        self.side = WhiteningLayer(reads.side) if reads.side else None
+        total = reads.embedding_dim + reads.side_dim
+        self.input_shape, self.unit_norm = reads, unit_norm
+        self.embedding = WhiteningLayer(reads.embedding_dim) if reads.embedding_dim else None
+        self.side = WhiteningLayer(reads.side_dim) if reads.side_dim else None
         self.straight = nn.Linear(total, dim)
         self.residual = _network(total, inner_dim, dim)
-        self.others = nn.ModuleList(_network(total, inner_dim, dim) for _ in range(members - 1))
+        self.others = nn.ModuleList(
+            _network(total, inner_dim, dim) for _ in range(member_count - 1)
+        )
         # The index of the network that is being trained; None: use all.
-        self.active: int | None = None
+        self.active_member: int | None = None
 
     @property
     def members(self) -> list[nn.Sequential]:
@@ -141,15 +148,17 @@ class ResidualMap(nn.Module):
         `side` may be None only if it is not read. If `active` is set, only that network is used. In
         training mode BatchNorm needs at least two rows, or raises ValueError.
         """
-        white = self.whitened(embedding, side)
-        networks = self.members if self.active is None else [self.members[self.active]]
+        white = self.whiten_inputs(embedding, side)
+        networks = (
+            self.members if self.active_member is None else [self.members[self.active_member]]
+        )
         output: Tensor = networks[0](white)
         if len(networks) > 1:
             output = torch.stack([output, *(network(white) for network in networks[1:])]).mean(0)
         output = self.straight(white) + output
-        return F.normalize(output) if self.unit else output
+        return F.normalize(output) if self.unit_norm else output
 
-    def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+    def whiten_inputs(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Whiten each input that is read, and concatenate them: [n, embedding + side].
 
         `side` may be None only if it is not read, else AssertionError. The embedding's values come
@@ -185,8 +194,8 @@ class ResidualMap(nn.Module):
             if self.side is not None:
                 assert side is not None
                 self.side.solve(side)
-            white = self.whitened(embedding, side)
-        set_linear(self.straight, affine(white, target, _RIDGE))
+            white = self.whiten_inputs(embedding, side)
+        set_linear(self.straight, fit_affine(white, target, _RIDGE))
 
 
 def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
@@ -219,7 +228,7 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
     side = shape.new_side_dim
     members = 1 if options.distilled else options.members
     return UpgradeNetwork(
-        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit, members),
+        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit_norm, members),
         reads_side=shape.side_dim > 0,
         g=ResidualMap(reads, side, config.inner_dim, False) if side else None,
         log_variance=VarianceHead(reads, config.projection_dim),
@@ -249,11 +258,13 @@ class ResidualObjective(FastFillObjective):
         super().__init__(upgrade, inputs)
         self.listwise_options = options
         self.inputs = inputs
-        side = flatten_views(inputs.rows, "side") if inputs.shape.side_dim else None
+        side = flatten_views(inputs.training_features, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
                 network.solve(
-                    flatten_views(inputs.rows, "old"), side, flatten_views(inputs.rows, target)
+                    flatten_views(inputs.training_features, "old"),
+                    side,
+                    flatten_views(inputs.training_features, target),
                 )
         self.both_views = options.both_views
         if self.both_views and not inputs.config.mixed_views:
@@ -261,11 +272,13 @@ class ResidualObjective(FastFillObjective):
                 "the option both_views of method residual needs a mixed view, but mixed_views is "
                 "0; set mixed_views: 1"
             )
-        self.register_buffer("queue", flatten_views(inputs.rows, "new"))
+        self.register_buffer("queue", flatten_views(inputs.training_features, "new"))
         labelled, labels = inputs.labelled()
         self.register_buffer("labelled_queue", labelled)
         self.register_buffer("queue_labels", labels)
-        self.unit_of_distance = float(mean_squared_distance(flatten_views(inputs.rows, "new")))
+        self.unit_of_distance = float(
+            mean_squared_distance(flatten_views(inputs.training_features, "new"))
+        )
 
     def forward(self, batch: Batch) -> Terms:
         """Return terms averaged over the networks, each of which draws its own view.
@@ -277,10 +290,10 @@ class ResidualObjective(FastFillObjective):
         assert isinstance(h, ResidualMap)
         total: Terms = {}
         for number in range(len(h.members)):
-            h.active = number
+            h.active_member = number
             for name, term in super().forward(batch).items():
                 total[name] = total.get(name, 0) + term / len(h.members)
-        h.active = None
+        h.active_member = None
         return total
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
@@ -300,7 +313,7 @@ class ResidualObjective(FastFillObjective):
         drawn = torch.randint(len(self.queue), (options.queue,)).to(
             self.queue.device, non_blocking=True
         )
-        losses = listwise(
+        losses = listwise_loss(
             upgraded.embedding,
             view["new"],
             self.queue[drawn],
@@ -317,7 +330,7 @@ class ResidualObjective(FastFillObjective):
         assert isinstance(self.labelled_queue, Tensor) and isinstance(self.queue_labels, Tensor)
         drawn = torch.randint(len(self.queue_labels), (options.queue,))
         drawn = drawn.to(self.queue_labels.device, non_blocking=True)
-        losses = same_class(
+        losses = same_class_loss(
             upgraded.embedding,
             view["labels"],
             self.labelled_queue[drawn],
@@ -342,7 +355,7 @@ class ResidualObjective(FastFillObjective):
         mixtures of two: the networks answer any input, so it needs no target. BatchNorm keeps the
         first network's statistics, which mixtures would change.
         """
-        h, rows, config = self.upgrade.h, self.inputs.rows, self.inputs.config
+        h, rows, config = self.upgrade.h, self.inputs.training_features, self.inputs.config
         assert isinstance(h, ResidualMap)
         teacher, device = h.eval(), h.straight.weight.device
         student = copy.deepcopy(teacher)
@@ -406,9 +419,9 @@ def _reads_labels(config: UpgradeConfig) -> bool:
 
 
 RESIDUAL = UpgradeMethod(
-    build=build_residual,
-    objective=ResidualObjective,
+    build_network=build_residual,
+    make_objective=ResidualObjective,
     reads_labels=_reads_labels,
-    choices={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
-    variants={"share": shrunk_copy},
+    option_values={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
+    trained_variants={"share": shrunk_copy},
 )

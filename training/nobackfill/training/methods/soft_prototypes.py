@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Objective, Terms
-from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.losses.prototypes import class_average, stack_by_class
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, concatenate, input_shape
 from nobackfill.training.methods.compatible import Options, read_options
@@ -29,17 +29,17 @@ class SoftPrototypesOptions(Options):
 
 
 class SoftPrototypes(nn.Module):
-    """softmax(linear(x)) @ prototypes [c,d]; normalised with `unit`."""
+    """softmax(linear(x)) @ prototypes [c,d]; normalised with `unit_norm`."""
 
     prototypes: Tensor
 
-    def __init__(self, reads: InputShape, classes: int, dim: int, unit: bool) -> None:
+    def __init__(self, reads: InputShape, class_count: int, dim: int, unit_norm: bool) -> None:
         super().__init__()
-        self.reads, self.unit = reads, unit
-        total = reads.embedding + reads.side
+        self.input_shape, self.unit_norm = reads, unit_norm
+        total = reads.embedding_dim + reads.side_dim
         # Features of a softmax space can be large, and the linear layer would then learn slowly.
-        self.classifier = nn.Sequential(nn.BatchNorm1d(total), nn.Linear(total, classes))
-        self.register_buffer("prototypes", torch.zeros(classes, dim))
+        self.classifier = nn.Sequential(nn.BatchNorm1d(total), nn.Linear(total, class_count))
+        self.register_buffer("prototypes", torch.zeros(class_count, dim))
 
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Return the linear classifier's logits [n,c] for embeddings [n,old_dim] and their side.
@@ -47,7 +47,7 @@ class SoftPrototypes(nn.Module):
         `side` may be None only if it is not read. In training mode BatchNorm needs at least two
         rows, or raises ValueError.
         """
-        output: Tensor = self.classifier(concatenate(embedding, side, self.reads))
+        output: Tensor = self.classifier(concatenate(embedding, side, self.input_shape))
         return output
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class SoftPrototypes(nn.Module):
         training mode BatchNorm needs at least two rows, or raises ValueError.
         """
         output = self.logits(embedding, side).softmax(1) @ self.prototypes
-        return F.normalize(output) if self.unit else output
+        return F.normalize(output) if self.unit_norm else output
 
 
 def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
@@ -77,7 +77,7 @@ def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade
             "carries or drops"
         )
     reads = input_shape(config, shape)
-    h = SoftPrototypes(reads, options.classes, shape.new_dim, shape.unit)
+    h = SoftPrototypes(reads, options.classes, shape.new_dim, shape.unit_norm)
     return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
@@ -99,7 +99,7 @@ class SoftPrototypesObjective(Objective):
                 f"method soft_prototypes: expected the option classes: {classes}, the number of "
                 f"classes of the images, got {len(self.h.prototypes)}; set it in options"
             )
-        means = by_class(labels, classes, lambda rows: class_average(new[rows]))
+        means = stack_by_class(labels, classes, lambda rows: class_average(new[rows]))
         self.h.prototypes.copy_(means)
 
     def forward(self, batch: Batch) -> Terms:
@@ -120,7 +120,7 @@ class SoftPrototypesObjective(Objective):
 
 
 SOFT_PROTOTYPES = UpgradeMethod(
-    build=build_soft_prototypes,
-    objective=SoftPrototypesObjective,
+    build_network=build_soft_prototypes,
+    make_objective=SoftPrototypesObjective,
     reads_labels=lambda config: True,
 )

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.prototypes import (
-    by_class,
     class_average,
     refined_average,
+    stack_by_class,
     trimmed_average,
 )
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     WeightOptions,
-    encode_all,
+    encode_images,
     read_options,
 )
 from nobackfill.training.networks.heads import (
     FixedClassifier,
     Head,
-    form_of,
     gaussian_classifier,
+    head_kind_of,
 )
 
 
@@ -56,17 +56,19 @@ class UniBctObjective(CompatibleObjective):
         super().__init__(inputs)
         self.options = read_options(inputs.config.options, UniBctOptions, "unibct")
         self.images, self.labels, self.device = inputs.images, inputs.labels, inputs.device
-        self.classes = len(inputs.class_names)
-        self.first, self.refreshes = refresh_epochs(inputs.config.epochs, self.options)
+        self.class_count = len(inputs.class_names)
+        self.first_refresh_epoch, self.refreshes = refresh_epochs(
+            inputs.config.epochs, self.options
+        )
         # A part of the checkpoint, so that a resumed run has the prototypes of the last refresh.
         # Before the first refresh the term is off and these are not used.
         self.pseudo_classifier = FixedClassifier(
-            torch.zeros(self.classes, self.old.encoder.dim),
-            form=form_of(self.head),
+            torch.zeros(self.class_count, self.old.encoder.dim),
+            head_kind=head_kind_of(self.head),
             margin=self.head.margin,
             scale=self.head.scale,
         )
-        self.active = False
+        self.uses_prototypes = False
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
         """Compute prototypes before an epoch of `refreshes`; start the term after the warm-up.
@@ -82,15 +84,15 @@ class UniBctObjective(CompatibleObjective):
         """
         if epoch in self.refreshes:
             self.pseudo_classifier.load_state_dict(self._pseudo_classifier().state_dict())
-        self.active = epoch >= self.first
+        self.uses_prototypes = epoch >= self.first_refresh_epoch
 
-    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+    def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `pseudo_prototypes`, a mean over the batch; none during the warm-up.
 
         Raises:
             ConfigurationError: an embedding has fewer elements than an old one.
         """
-        if not self.active:
+        if not self.uses_prototypes:
             return {}
         losses = self.pseudo_classifier.loss(self.cut_to_old_dim(embedding), labels)
         return {"pseudo_prototypes": self.options.weight * losses.mean()}
@@ -114,22 +116,24 @@ class UniBctObjective(CompatibleObjective):
             InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
         """
-        return encode_all(self.old.encoder, self.images, self.device)
+        return encode_images(self.old.encoder, self.images, self.device)
 
     def _pseudo_classifier(self) -> FixedClassifier:
         old, options = self.old_features, self.options
         if options.prototypes == "refined":
-            new = encode_all(self.embedder, self.images, self.device)
-            prototypes = by_class(
+            new = encode_images(self.embedder, self.images, self.device)
+            prototypes = stack_by_class(
                 self.labels,
-                self.classes,
+                self.class_count,
                 lambda rows: refined_average(
                     old[rows], new[rows], temperature=options.temperature, blend=options.blend
                 ),
             )
         else:
             average = trimmed_average if options.prototypes == "drop" else class_average
-            prototypes = by_class(self.labels, self.classes, lambda rows: average(old[rows]))
+            prototypes = stack_by_class(
+                self.labels, self.class_count, lambda rows: average(old[rows])
+            )
         return pseudo_classifier(prototypes, old, self.labels, self.head)
 
 
@@ -164,9 +168,9 @@ def pseudo_classifier(
         labels: int64 [n], rows of `prototypes`; used only for a softmax head.
         head: gives form, margin and scale.
     """
-    form = form_of(head)
+    form = head_kind_of(head)
     if form != "softmax":
-        return FixedClassifier(prototypes, form=form, margin=head.margin, scale=head.scale)
+        return FixedClassifier(prototypes, head_kind=form, margin=head.margin, scale=head.scale)
     return gaussian_classifier(prototypes, old_features, labels)
 
 

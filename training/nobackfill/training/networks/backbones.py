@@ -55,7 +55,7 @@ class _Residual(nn.Module):
         return output
 
 
-def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
+def small_cnn(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build four convolutions and a linear layer, for small simple images.
 
     `width` is the number of channels of the first one, and `pooling` avg or gem. `image_size` is
@@ -184,7 +184,7 @@ def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) ->
 
 _OWN = {
     "fct_resnet50": fct_resnet50,
-    "small": small,
+    "small": small_cnn,
     "small_resnet": small_resnet,
     "small_mobilenet": small_mobilenet,
     "small_vit": small_vit,
@@ -253,7 +253,7 @@ def build_backbone(
 
 
 def _public(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
-    model = open_public(name, weights=False)
+    model = open_public(name, loads_weights=False)
     if pooling != "avg":
         raise ConfigurationError(
             f"backbone {name} has its own pooling, which pooling: {pooling} cannot replace; train "

@@ -56,7 +56,7 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 class ImageEncoder(nn.Module):
-    """A backbone with scaling before it and, with `unit`, L2 normalisation after it.
+    """A backbone with scaling before it and, with `unit_norm`, L2 normalisation after it.
 
     Pixels in 0..1 are normalised as (x - mean) / std, per colour channel.
 
@@ -64,7 +64,7 @@ class ImageEncoder(nn.Module):
         backbone: normalised pixels [n,3,image_size,image_size] -> [n,dim].
         dim: the dimension of its output.
         image_size: side of the square images in pixels.
-        unit: normalise the output to length 1.
+        unit_norm: normalise the output to length 1.
         mean, std: of red, green and blue.
     """
 
@@ -76,12 +76,17 @@ class ImageEncoder(nn.Module):
         backbone: nn.Module,
         dim: int,
         image_size: int,
-        unit: bool,
+        unit_norm: bool,
         mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
     ) -> None:
         super().__init__()
-        self.backbone, self.dim, self.image_size, self.unit = backbone, dim, image_size, unit
+        self.backbone, self.dim, self.image_size, self.unit_norm = (
+            backbone,
+            dim,
+            image_size,
+            unit_norm,
+        )
         # Not in the checkpoint, because the configuration contains them.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
@@ -102,7 +107,7 @@ class ImageEncoder(nn.Module):
         ends with BatchNorm needs at least two images, or raises ValueError.
         """
         features = self.features(pixels).float()
-        return F.normalize(features) if self.unit else features
+        return F.normalize(features) if self.unit_norm else features
 
     def forward(self, images: Tensor) -> Tensor:
         """Return vectors float32 [n,dim] for images uint8 [n,H,W,3].
@@ -181,13 +186,13 @@ class EmbedderObjective(Objective):
     errors of `build_encoder` and `build_head`.
     """
 
-    def __init__(self, config: EmbedderConfig, classes: int) -> None:
+    def __init__(self, config: EmbedderConfig, class_count: int) -> None:
         super().__init__()
         self.config = config
         self.embedder = build_encoder(config)
         self.head: Head = build_head(
-            config.head, classes, config.embedding_dim, margin=config.margin, scale=config.scale,
-            label_smoothing=config.label_smoothing,
+            config.head, class_count, config.embedding_dim, margin=config.margin,
+            scale=config.scale, label_smoothing=config.label_smoothing,
         )  # fmt: skip
         self.augment = Augment(config.augmentation)
 

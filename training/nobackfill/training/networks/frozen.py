@@ -64,21 +64,21 @@ class FrozenEncoder:
 
     Attributes:
         name: the run folder or the release, for messages.
-        run: computes the vectors of at least one image.
+        encode: computes the vectors of at least one image.
         dim: the dimension of the vectors.
         image_size: side of the images in pixels.
-        unit: the vectors have length 1.
-        digest: SHA-256 of the checkpoint or of the ONNX file, in hex.
-        run_in_bf16: the same as `run` in bf16, for features to train on; None: not available.
+        unit_norm: the vectors have length 1.
+        model_digest: SHA-256 of the checkpoint or of the ONNX file, in hex.
+        encode_in_bf16: the same as `encode` in bf16, for features to train on; None: not available.
     """
 
     name: str
-    run: Callable[[NDArray[np.uint8]], Floats]
+    encode: Callable[[NDArray[np.uint8]], Floats]
     dim: int
     image_size: int
-    unit: bool
-    digest: str
-    run_in_bf16: Callable[[NDArray[np.uint8]], Floats] | None = None
+    unit_norm: bool
+    model_digest: str
+    encode_in_bf16: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
@@ -186,13 +186,13 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         run,
         encoder.dim,
         encoder.image_size,
-        encoder.unit,
+        encoder.unit_norm,
         sha256_file(run_dir / CHECKPOINT),
         run_in_bf16 if reads_in_bf16(checkpoint.config) else None,
     )
 
 
-def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
+def cached_features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
     """Compute the vectors of images, or read them from a cache.
 
     A damaged file of the cache is computed again and replaced. No image is read if the cache has
@@ -216,7 +216,7 @@ def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats
     return _features([encoder], images, cache, bf16=False)[0]
 
 
-def training_features(
+def cached_training_features(
     encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path
 ) -> list[Floats]:
     """Compute the features that an upgrade is trained on, or read them from a cache.
@@ -249,10 +249,10 @@ def _features(
 ) -> list[Floats]:
     paths, cached, computed = [], {}, {}
     for encoder in encoders:
-        run, digits = encoder.run, ""
-        if bf16 and encoder.run_in_bf16:
-            run, digits = encoder.run_in_bf16, " bf16"
-        key = hashlib.sha256(f"{encoder.digest} {images.digest}{digits}".encode())
+        run, digits = encoder.encode, ""
+        if bf16 and encoder.encode_in_bf16:
+            run, digits = encoder.encode_in_bf16, " bf16"
+        key = hashlib.sha256(f"{encoder.model_digest} {images.digest}{digits}".encode())
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
         shape = (len(images), encoder.dim)
@@ -294,16 +294,16 @@ class AugmentedView:
     Attributes:
         images: the images.
         size: side of the result in pixels.
-        config: the augmentation.
+        augmentation: the augmentation.
         seed: of all random numbers of the view.
-        mixed: mix each image with another of the same listing, drawn by the seed.
+        is_mixed: mix each image with another of the same listing, drawn by the seed.
     """
 
     images: ListedImages
     size: int
-    config: Augmentation
+    augmentation: Augmentation
     seed: int
-    mixed: bool = False
+    is_mixed: bool = False
 
     def __len__(self) -> int:
         return len(self.images)
@@ -319,7 +319,9 @@ class AugmentedView:
         Raises:
             InvalidInputError: a file does not exist or cannot be read.
         """
-        drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
+        drawn = (
+            f"{self.seed} {'mixed ' if self.is_mixed else ''}{self.augmentation.model_dump_json()}"
+        )
         what = f"{self.images.digest} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
@@ -335,9 +337,9 @@ class AugmentedView:
             CannotWriteError: the pixel cache cannot be created.
             NobackfillError: a process that reads images was killed.
         """
-        augment, device, images = Augment(self.config), fastest_device(), self.images.images
+        augment, device, images = Augment(self.augmentation), fastest_device(), self.images.images
         torch.manual_seed(self.seed)
-        if not self.mixed:
+        if not self.is_mixed:
             for part in chunks(images):
                 yield _to_images(augment(to_pixels(part.to(device))), self.size).cpu()
             return

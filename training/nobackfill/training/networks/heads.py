@@ -21,19 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.losses.margins import arcface, cosface, cosines, linear_softmax
+from nobackfill.training.losses.margins import arcface_loss, cosface_loss, cosines, softmax_loss
 
 
 class Head(nn.Module):
     """A classification head over embeddings.
 
     Attributes:
-        unit: only directions matter, so the space has unit vectors.
+        unit_norm: only directions matter, so the space has unit vectors.
         scale: the factor of the cosines; 1 without cosines.
         margin: a cosine (CosFace) or radians (ArcFace); 0 without one.
     """
 
-    unit: bool
+    unit_norm: bool
     scale: float
     margin: float
 
@@ -60,13 +60,13 @@ class Head(nn.Module):
 class SoftmaxHead(Head):
     """Cross-entropy of a linear layer with bias, on embeddings that are not normalised."""
 
-    unit = False
+    unit_norm = False
 
-    def __init__(self, classes: int, dim: int, label_smoothing: float = 0.0) -> None:
+    def __init__(self, class_count: int, dim: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.scale, self.margin = 1.0, 0.0
         self.label_smoothing = label_smoothing
-        self.linear = nn.Linear(dim, classes)
+        self.linear = nn.Linear(dim, class_count)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
@@ -89,13 +89,13 @@ class SoftmaxHead(Head):
 class AngularHead(Head):
     """A loss of pytorch-metric-learning on scaled cosines: CosFace or ArcFace."""
 
-    unit = True
+    unit_norm = True
 
     def __init__(
-        self, form: Literal["cosface", "arcface"], loss: nn.Module, scale: float, margin: float
+        self, head_kind: Literal["cosface", "arcface"], loss: nn.Module, scale: float, margin: float
     ) -> None:
         super().__init__()
-        self.form, self.loss, self.scale, self.margin = form, loss, scale, margin
+        self.head_kind, self.loss, self.scale, self.margin = head_kind, loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss over embeddings [n,dim] and labels int64 [n], in float32.
@@ -141,7 +141,7 @@ def _require_head_name(name: str) -> None:
 
 def build_head(
     name: str,
-    classes: int,
+    class_count: int,
     dim: int,
     *,
     margin: float | None = None,
@@ -154,7 +154,7 @@ def build_head(
 
     Args:
         name: softmax, normalized_softmax, cosface, arcface or simplex.
-        classes: the number of classes, at least 2; for simplex at most dim + 1.
+        class_count: the number of classes, at least 2; for simplex at most dim + 1.
         dim: the dimension of the embedding.
         margin: a cosine for CosFace, radians for ArcFace; None: the default, .4 and .3. Other heads
             have none: 0 is accepted except by softmax.
@@ -168,35 +168,37 @@ def build_head(
             simplex has vertices, or the head has no such margin or scale.
     """
     _require_head_name(name)
-    if classes < 2:
+    if class_count < 2:
         raise ConfigurationError(
-            f"head {name}: expected at least 2 classes, got {classes}; add class folders"
+            f"head {name}: expected at least 2 classes, got {class_count}; add class folders"
         )
     if name == "softmax":
         if margin is not None or scale is not None:
             raise ConfigurationError(
                 "head softmax has neither margin nor scale; remove the keys margin and scale"
             )
-        return SoftmaxHead(classes, dim, label_smoothing)
+        return SoftmaxHead(class_count, dim, label_smoothing)
     default_margin, default_scale = _DEFAULTS[name]
     m = default_margin if margin is None else margin
     s = default_scale if scale is None else scale
     if name in ("normalized_softmax", "simplex") and m:
         raise ConfigurationError(f"head {name} has no margin; remove the key margin")
     if name == "simplex":
-        return SimplexHead(classes, dim, s)
+        return SimplexHead(class_count, dim, s)
     # Imported here: it imports scipy's statistics, which take seconds.
     from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
 
     if name == "normalized_softmax":
         # CosFace with margin 0.
         return AngularHead(
-            "cosface", NormalizedSoftmaxLoss(classes, dim, temperature=1 / s), s, 0.0
+            "cosface", NormalizedSoftmaxLoss(class_count, dim, temperature=1 / s), s, 0.0
         )
     if name == "cosface":
-        return AngularHead("cosface", CosFaceLoss(classes, dim, margin=m, scale=s), s, m)
+        return AngularHead("cosface", CosFaceLoss(class_count, dim, margin=m, scale=s), s, m)
     # pytorch-metric-learning takes ArcFace's margin in degrees.
-    return AngularHead("arcface", ArcFaceLoss(classes, dim, margin=math.degrees(m), scale=s), s, m)
+    return AngularHead(
+        "arcface", ArcFaceLoss(class_count, dim, margin=math.degrees(m), scale=s), s, m
+    )
 
 
 _NATS = 8.0
@@ -207,7 +209,7 @@ class FixedClassifier(nn.Module):
 
     Args of the constructor:
         weights: [c, k]; copied.
-        form: the name of the head: softmax, normalized_softmax, cosface or arcface.
+        head_kind: the name of the head: softmax, normalized_softmax, cosface or arcface.
         margin, scale: of the head's loss.
         bias: [c], used by the form softmax; None: zeros.
 
@@ -219,11 +221,17 @@ class FixedClassifier(nn.Module):
     bias: Tensor
 
     def __init__(
-        self, weights: Tensor, *, form: str, margin: float, scale: float, bias: Tensor | None = None
+        self,
+        weights: Tensor,
+        *,
+        head_kind: str,
+        margin: float,
+        scale: float,
+        bias: Tensor | None = None,
     ) -> None:
         super().__init__()
-        _require_head_name(form)
-        self.form, self.margin, self.scale = form, margin, scale
+        _require_head_name(head_kind)
+        self.head_kind, self.margin, self.scale = head_kind, margin, scale
         self.register_buffer("weights", weights.detach().clone())
         no_bias = torch.zeros(len(weights), dtype=weights.dtype, device=weights.device)
         self.register_buffer("bias", no_bias if bias is None else bias.detach().clone())
@@ -243,7 +251,7 @@ class FixedClassifier(nn.Module):
             ConfigurationError: K is below k.
         """
         first = first_elements(embedding, self.dim)
-        if self.form == "softmax":
+        if self.head_kind == "softmax":
             return F.linear(first, self.weights, self.bias)
         return self.scale * cosines(first, self.weights)
 
@@ -260,10 +268,10 @@ class FixedClassifier(nn.Module):
         Raises:
             ConfigurationError: K is below k.
         """
-        if self.form == "softmax":
-            return linear_softmax(self.logits(embedding), labels)
+        if self.head_kind == "softmax":
+            return softmax_loss(self.logits(embedding), labels)
         cosine = cosines(first_elements(embedding, self.dim), self.weights)
-        term = arcface if self.form == "arcface" else cosface
+        term = arcface_loss if self.head_kind == "arcface" else cosface_loss
         return term(cosine, labels, self.margin, self.scale)
 
 
@@ -278,18 +286,20 @@ class SimplexHead(Head):
     The constructor raises ConfigurationError for more than dim + 1 classes.
     """
 
-    unit = True
+    unit_norm = True
 
-    def __init__(self, classes: int, dim: int, scale: float) -> None:
+    def __init__(self, class_count: int, dim: int, scale: float) -> None:
         super().__init__()
-        if classes > dim + 1:
+        if class_count > dim + 1:
             raise ConfigurationError(
                 f"head simplex has {dim + 1} vertices in {dim} dimensions, one for each class, "
-                f"but there are {classes} classes; set the key embedding_dim to {classes - 1} or "
-                "more"
+                f"but there are {class_count} classes; set the key embedding_dim to "
+                f"{class_count - 1} or more"
             )
         self.scale, self.margin = scale, 0.0
-        self.fixed = FixedClassifier(simplex(dim), form="cosface", margin=0.0, scale=scale)
+        self.fixed = FixedClassifier(
+            simplex_vertices(dim), head_kind="cosface", margin=0.0, scale=scale
+        )
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
@@ -320,7 +330,7 @@ class SimplexHead(Head):
         return self.fixed.weights
 
 
-def simplex(dim: int) -> Tensor:
+def simplex_vertices(dim: int) -> Tensor:
     """Return the vertices [dim + 1,dim] of a regular simplex: unit rows with cosines of -1/dim.
 
     The rows are float32 on the CPU, the same on every call. `dim` is at least 1.
@@ -354,19 +364,23 @@ def classifier_of_head(head: Head) -> FixedClassifier:
     """
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
-        head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
+        head.classifier(),
+        head_kind=head_kind_of(head),
+        margin=head.margin,
+        scale=head.scale,
+        bias=bias,
     )
 
 
-def form_of(head: Head) -> str:
+def head_kind_of(head: Head) -> str:
     """Return the form of a head as FixedClassifier takes it: softmax, cosface or arcface.
 
     A normalised softmax and a simplex are cosface with margin 0. The form does not tell these apart
     from a trained CosFace.
     """
     if isinstance(head, SimplexHead):
-        return head.fixed.form
-    return head.form if isinstance(head, AngularHead) else "softmax"
+        return head.fixed.head_kind
+    return head.head_kind if isinstance(head, AngularHead) else "softmax"
 
 
 def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) -> FixedClassifier:
@@ -389,7 +403,7 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
     sharpness = 2 * _NATS / (features - prototypes[labels]).square().sum(1).mean()
     return FixedClassifier(
         sharpness * prototypes,
-        form="softmax",
+        head_kind="softmax",
         margin=0.0,
         scale=1.0,
         bias=-sharpness * prototypes.square().sum(1) / 2,

@@ -27,7 +27,7 @@ class AffineMap:
         return x @ self.weight.t() + self.bias
 
 
-def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
+def fit_procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
     """Fit the orthogonal map and shift of least squared error (Schoenemann 1966).
 
     Minimises |s (x - mean x) R - (y - mean y)| with R R' = 1. The solution is R = U V' of the
@@ -50,7 +50,7 @@ def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
     return _shifted(factor * rotation.t(), shift_x, shift_y)
 
 
-def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> AffineMap:
+def fit_affine(x: Tensor, y: Tensor, ridge: float | None = None, group_size: int = 1) -> AffineMap:
     """Fit an affine map by ridge regression, without a penalty on the bias.
 
     Args:
@@ -59,8 +59,8 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> 
         ridge: the penalty, as a multiple of the mean variance of x, from 0. None: selected by
             leaving out one group at a time, on the CPU. With a given penalty a value of NaN makes
             the map NaN.
-        group: the number of consecutive rows of a group, such as the views of one image; used only
-            to select the penalty. n must be a multiple of it.
+        group_size: the number of consecutive rows of a group, such as the views of one image; used
+            only to select the penalty. n must be a multiple of it.
 
     Returns:
         The map in float64, on the device of x.
@@ -73,7 +73,7 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> 
     if ridge is None:
         _check_paired(x, y)
         rows = split_into_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
-        solution = fit_ridge(rows, group=group)
+        solution = fit_ridge(rows, group=group_size)
         parts = [torch.from_numpy(part).to(x.device) for part in (solution.weight, solution.bias)]
         return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)
@@ -83,8 +83,8 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> 
     return _shifted(torch.linalg.solve(gram, xc.t() @ yc).t(), shift_x, shift_y)
 
 
-def low_rank(
-    x: Tensor, y: Tensor, rank: int, ridge: float | None = None, group: int = 1
+def fit_low_rank(
+    x: Tensor, y: Tensor, rank: int, ridge: float | None = None, group_size: int = 1
 ) -> tuple[AffineMap, AffineMap]:
     """Fit the affine map of a given rank with least squared error (reduced-rank regression).
 
@@ -94,8 +94,8 @@ def low_rank(
         rank: 1 to min(a, b).
         x: [n, a].
         y: [n, b].
-        ridge: the penalty, as in `affine`; None: selected.
-        group: the number of consecutive rows of a group, as in `affine`.
+        ridge: the penalty, as in `fit_affine`; None: selected.
+        group_size: the number of consecutive rows of a group, as in `fit_affine`.
 
     Returns:
         Two maps in float64, [a -> rank] and [rank -> b]; the second is to follow the first.
@@ -112,7 +112,7 @@ def low_rank(
             f"low_rank: expected a rank of 1 to {largest}, the smaller dimension of both vectors, "
             f"got {rank}; set another rank"
         )
-    full = affine(x, y, ridge, group)
+    full = fit_affine(x, y, ridge, group_size)
     predicted = full(x.double())
     centre = predicted.mean(0)
     _, _, vt = torch.linalg.svd(predicted - centre, full_matrices=False)
@@ -121,7 +121,7 @@ def low_rank(
     return down, AffineMap(leading.t(), centre)
 
 
-def principal_map(x: Tensor, rank: int) -> AffineMap:
+def fit_principal_map(x: Tensor, rank: int) -> AffineMap:
     """Fit x [n, d] -> its `rank` directions of largest variance, from its mean (PCA).
 
     The map is float64, on the device of x; the largest variance comes first. The signs of the
@@ -147,7 +147,7 @@ def principal_map(x: Tensor, rank: int) -> AffineMap:
     return AffineMap(weight, -weight @ shift)
 
 
-def whitening_map(x: Tensor, ridge: float = 1e-3) -> AffineMap:
+def fit_whitening_map(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     """Fit a map of rows to uncorrelated directions of unit variance (PCA whitening).
 
     If all rows are equal, the map is infinite or NaN.

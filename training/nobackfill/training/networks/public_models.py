@@ -42,7 +42,7 @@ def is_public(name: str) -> bool:
     return name.startswith((TIMM, OPEN_CLIP))
 
 
-def open_public(name: str, *, weights: bool = True) -> PublicModel:
+def open_public(name: str, *, loads_weights: bool = True) -> PublicModel:
     """Open a public model of images; its package downloads weights that are not cached.
 
     Random weights come from torch's default generator. Downloads go to the package's own cache and
@@ -51,8 +51,8 @@ def open_public(name: str, *, weights: bool = True) -> PublicModel:
 
     Args:
         name: timm:NAME.TAG or open_clip:NAME/TAG; a name for which `is_public` holds.
-        weights: load the published weights; False: random ones. The description of an hf-hub model
-            is downloaded even then.
+        loads_weights: load the published weights; False: random ones. The description of an hf-hub
+            model is downloaded even then.
 
     Raises:
         ConfigurationError: the package is missing, the name is unknown (similar ones are listed),
@@ -62,7 +62,7 @@ def open_public(name: str, *, weights: bool = True) -> PublicModel:
         UnavailableError: the weights or the description cannot be downloaded.
     """
     open_model = _timm if name.startswith(TIMM) else _open_clip
-    return open_model(name, weights)
+    return open_model(name, loads_weights)
 
 
 def _timm(name: str, weights: bool) -> PublicModel:

@@ -24,7 +24,7 @@ def _block(dim_in: int, dim_out: int) -> list[nn.Module]:
     return [nn.Linear(dim_in, dim_out), nn.BatchNorm1d(dim_out), nn.ReLU(inplace=True)]
 
 
-def projection_unit(dim: int, width: int) -> nn.Sequential:
+def make_projection_layers(dim: int, width: int) -> nn.Sequential:
     """Make Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256).
 
     In training mode it needs at least two rows, or raises ValueError.
@@ -36,8 +36,8 @@ class FctTransform(nn.Module):
     """FCT's network: (embedding [n,old_dim], side [n,side_dim]) -> [n,new_dim].
 
     A dim of 0 omits that branch. This equals FCT's zero vector, whose projection is a constant that
-    the mixer's first bias contains. With `unit` the output is normalised, also in training (D.7),
-    or with `raw` only in eval mode. At least one of the two dims is above 0.
+    the mixer's first bias contains. With `unit_norm` the output is normalised, also in training
+    (D.7), or with `raw` only in eval mode. At least one of the two dims is above 0.
     """
 
     def __init__(
@@ -48,13 +48,17 @@ class FctTransform(nn.Module):
         *,
         projection_dim: int,
         inner_dim: int,
-        unit: bool,
+        unit_norm: bool,
         raw: bool = False,
     ) -> None:
         super().__init__()
-        self.unit, self.raw = unit, raw
-        self.embedding_projection = projection_unit(old_dim, projection_dim) if old_dim else None
-        self.side_projection = projection_unit(side_dim, projection_dim) if side_dim else None
+        self.unit_norm, self.raw = unit_norm, raw
+        self.embedding_projection = (
+            make_projection_layers(old_dim, projection_dim) if old_dim else None
+        )
+        self.side_projection = (
+            make_projection_layers(side_dim, projection_dim) if side_dim else None
+        )
         width = projection_dim * ((old_dim > 0) + (side_dim > 0))
         self.mixer = nn.Sequential(
             *_block(width, inner_dim), *_block(inner_dim, inner_dim), nn.Linear(inner_dim, new_dim)
@@ -74,7 +78,7 @@ class FctTransform(nn.Module):
             assert side is not None
             parts.append(self.side_projection(side))
         output: Tensor = self.mixer(torch.cat(parts, 1))
-        if not self.unit or (self.raw and self.training):
+        if not self.unit_norm or (self.raw and self.training):
             return output
         return F.normalize(output)
 

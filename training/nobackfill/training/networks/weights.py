@@ -71,7 +71,7 @@ class Normalisation:
     std: tuple[float, float, float]
 
 
-def names_file(name: str) -> bool:
+def is_weights_path(name: str) -> bool:
     """Return whether the value of the key `weights` is a path, and not a name of a package.
 
     A path contains a slash or ends with one of FILES. The file need not exist. Public names of timm
@@ -80,19 +80,19 @@ def names_file(name: str) -> bool:
     return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
 
 
-def public_name(name: str) -> str:
+def name_without_path(name: str) -> str:
     """Return the value of the key `weights` without paths of this machine, for a manifest.
 
     A file becomes its name without folders; other names stay. A folder of local-dir is left out, so
     that only `local-dir` stays. The file or folder need not exist.
     """
-    if names_file(name):
+    if is_weights_path(name):
         return Path(name).name
     package, _, model_name = name.partition(":")
     if model_name.startswith("local-dir:"):
         return f"{package}:local-dir"
     model, _, tag = model_name.partition("/")
-    if not model_name.startswith("hf-hub:") and names_file(tag):
+    if not model_name.startswith("hf-hub:") and is_weights_path(tag):
         return f"{package}:{model}/{Path(tag).name}"
     return name
 
@@ -118,15 +118,17 @@ def read_weights(name: str, backbone: str) -> Weights:
         CannotWriteError: the cache cannot be written.
         OSError: the file exists, but cannot be opened.
     """
-    if names_file(name):
-        return read_file(Path(name))
+    if is_weights_path(name):
+        return read_weights_file(Path(name))
     if is_public(name):
         tensors = open_public(name).network.state_dict()
         return Weights(name, {f"0.{key}": tensor for key, tensor in tensors.items()})
-    return replace(read_file(download(torchvision_weights(name, backbone).url)), name=name)
+    return replace(
+        read_weights_file(download_weights(torchvision_weights(name, backbone).url)), name=name
+    )
 
 
-def normalisation(name: str, backbone: str) -> Normalisation | None:
+def pixel_normalisation(name: str, backbone: str) -> Normalisation | None:
     """Return the normalisation of pixels that named weights expect.
 
     Weights are not downloaded, but the description of an hf-hub model is. A public model is built
@@ -145,16 +147,16 @@ def normalisation(name: str, backbone: str) -> Normalisation | None:
         NotFoundError: the folder of local-dir does not exist.
         UnavailableError: the description of a public model cannot be downloaded.
     """
-    if names_file(name):
+    if is_weights_path(name):
         return None
     if is_public(name):
-        pixels = open_public(name, weights=False).pixels
+        pixels = open_public(name, loads_weights=False).pixels
         return Normalisation(pixels.mean, pixels.std)
     transforms = torchvision_weights(name, backbone).transforms()
     return Normalisation(tuple(transforms.mean), tuple(transforms.std))
 
 
-def download(url: str) -> Path:
+def download_weights(url: str) -> Path:
     """Download a file to torch's cache (`TORCH_HOME`), unless it is there, and verify it.
 
     The name must end in the first digits of the SHA-256, which are compared every time. A progress
@@ -201,7 +203,7 @@ def download(url: str) -> Path:
     return path
 
 
-def read_file(path: Path) -> Weights:
+def read_weights_file(path: Path) -> Weights:
     """Read a weights file: safetensors, or a state dict of torch.save. It runs no pickled code.
 
     The class names of a safetensors file are those in its metadata. A state dict may lie below the
@@ -327,7 +329,7 @@ def load_pretrained(
             "not fit; leave the key weights out"
         )
     last, _ = linear[-1]
-    untrained = _untrained(source, target, last, classifier=not names_file(weights.name))
+    untrained = _untrained(source, target, last, classifier=not is_weights_path(weights.name))
     if problems := _problems(source, target, untrained, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(

@@ -33,12 +33,12 @@ from nobackfill.training.protocols.protocol import Figures, Protocol
 
 # Each reads its files below a first folder, and may write images to a second, temporary one.
 PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
-    "ijbc": persons.ijbc,
-    "gldv2": landmarks.gldv2,
-    "roxford5k": landmarks.oxford,
-    "rparis6k": landmarks.paris,
-    "market1501": persons.market1501,
-    "vggface2": persons.vggface2,
+    "ijbc": persons.read_ijbc_protocol,
+    "gldv2": landmarks.read_gldv2_protocol,
+    "roxford5k": landmarks.read_oxford_protocol,
+    "rparis6k": landmarks.read_paris_protocol,
+    "market1501": persons.read_market1501_protocol,
+    "vggface2": persons.read_vggface2_protocol,
 }
 
 
@@ -47,7 +47,8 @@ def protocol_named(
 ) -> Callable[[Path, Path], Protocol]:
     """Return the reader of a protocol, a function of its folder and of a temporary folder.
 
-    No file is opened here. The reader raises the errors of the protocol's function, such as `ijbc`.
+    No file is opened here. The reader raises the errors of the protocol's function, such as
+    `read_ijbc_protocol`.
 
     Args:
         name: a key of PROTOCOLS.
@@ -67,7 +68,7 @@ def protocol_named(
             f"--far and --fpir need --protocol ijbc, because protocol {name} has no operating "
             "points; leave both out"
         )
-    return partial(persons.ijbc, points=points)
+    return partial(persons.read_ijbc_protocol, points=points)
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class ProtocolCurve:
     """The figures of a protocol while a growing share of the gallery is re-embedded.
 
     Attributes:
-        shares: of re-embedded images, [s], ascending from 0 to 1.
+        reembedded_shares: of re-embedded images, [s], ascending from 0 to 1.
         figures: each figure at these shares, [s].
     """
 
-    shares: NDArray[np.float64]
+    reembedded_shares: NDArray[np.float64]
     figures: Mapping[str, NDArray[np.float64]]
 
     def mean_of(self, figure: str) -> float:
@@ -88,7 +89,7 @@ class ProtocolCurve:
         Raises:
             KeyError: there is no such figure.
         """
-        return float(np.trapezoid(self.figures[figure], self.shares))
+        return float(np.trapezoid(self.figures[figure], self.reembedded_shares))
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ class ProtocolReport:
     Attributes:
         cells: figures by cell, shares 0..1.
         criteria: by cell of an older gallery and by figure, as of `figure_criteria`.
-        backfill: curves by cell of an older gallery and by order.
+        backfill_curves: curves by cell of an older gallery and by order.
     """
 
     cells: Mapping[str, Figures]
     criteria: Mapping[str, Mapping[str, Judgement]]
-    backfill: Mapping[str, Mapping[str, ProtocolCurve]]
+    backfill_curves: Mapping[str, Mapping[str, ProtocolCurve]]
 
 
 def evaluate_protocol(
@@ -153,7 +154,7 @@ def evaluate_protocol(
         if protocol.gallery is not protocol.queries:
             gallery = PublishedListing(protocol.gallery, model_repo, manifests)
         measured = {
-            cell: protocol.figures(
+            cell: protocol.measure(
                 *cell_vectors(cell, queries, gallery, int8=int8), queries.metric_of(cell)
             )
             for cell in cells
@@ -225,9 +226,9 @@ def _curves(
     if served.embedding.shape != native.shape or queries.query_adapter(cell) is not None:
         return {}
     orders = {"random": ReembeddingOrder(random_order(len(native), 0))}
-    if protocol.classes is not None:
-        items = class_order(protocol.classes, 0)
-        orders["class"] = ReembeddingOrder(items, class_shares(protocol.classes, items))
+    if protocol.gallery_classes is not None:
+        items = class_order(protocol.gallery_classes, 0)
+        orders["class"] = ReembeddingOrder(items, class_shares(protocol.gallery_classes, items))
     if served.uncertainty is not None:
         orders["uncertainty"] = ReembeddingOrder(uncertainty_order(served.uncertainty))
     curves = {}
@@ -238,7 +239,7 @@ def _curves(
             mixed = served.embedding.copy()
             mixed[order.items[:count]] = native[order.items[:count]]
             vectors = queries.native(cell.query)
-            points.append(protocol.figures(vectors, mixed, queries.metric(cell.query)))
+            points.append(protocol.measure(vectors, mixed, queries.metric(cell.query)))
         figures = {name: np.array([point[name] for point in points]) for name in points[0]}
         curves[name] = ProtocolCurve(shares, figures)
     return curves

@@ -30,8 +30,8 @@ from nobackfill.training.protocols.protocol import (
     Figures,
     Protocol,
     check_answerable,
-    first_existing,
-    images,
+    first_existing_file,
+    list_protocol_images,
     ranking_protocol,
     read_table,
     unreadable_file_error,
@@ -47,13 +47,13 @@ class Landmarks:
     """The queries of one usage of Google Landmarks v2.
 
     Attributes:
-        queries: image ids, in the order of their vectors.
-        index: image ids of the gallery, in the order of their vectors.
-        relevance: positions in `index` that each query should find; may be none.
+        query_ids: image ids, in the order of their vectors.
+        gallery_ids: image ids of the gallery, in the order of their vectors.
+        relevance: positions in `gallery_ids` that each query should find; may be none.
     """
 
-    queries: tuple[str, ...]
-    index: tuple[str, ...]
+    query_ids: tuple[str, ...]
+    gallery_ids: tuple[str, ...]
     relevance: Relevance
 
 
@@ -73,10 +73,10 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
         InvalidInputError: a file is no UTF-8 text or cannot be read, a column is missing, or a row
             is too short; or an answer is not in the index, or there is no query of this usage.
     """
-    listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
+    listed = first_existing_file(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in read_table(listed, ("id",)))
     position = {image: place for place, image in enumerate(index)}
-    path = first_existing(folder / SOLUTION, folder / "test" / SOLUTION)
+    path = first_existing_file(folder / SOLUTION, folder / "test" / SOLUTION)
     queries, relevant = [], []
     for row in read_table(path, ("id", "images", "Usage")):
         if row["Usage"] != usage:
@@ -114,7 +114,7 @@ def image_path(image_id: str) -> str:
     return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
 
 
-def gldv2(root: Path, _scratch: Path) -> Protocol:
+def read_gldv2_protocol(root: Path, _scratch: Path) -> Protocol:
     """Read Google Landmarks v2's protocol: mAP@100 of the private queries over the index.
 
     The figure is `map_at_100`, a share 0 to 1.
@@ -128,8 +128,12 @@ def gldv2(root: Path, _scratch: Path) -> Protocol:
             not in the index, an id has fewer than three characters, or no query has an answer.
     """
     landmarks = read_landmarks(root)
-    queries = images(root / "test", [image_path(query) for query in landmarks.queries])
-    index = images(root / "index", [image_path(image) for image in landmarks.index])
+    queries = list_protocol_images(
+        root / "test", [image_path(query) for query in landmarks.query_ids]
+    )
+    index = list_protocol_images(
+        root / "index", [image_path(image) for image in landmarks.gallery_ids]
+    )
     return ranking_protocol(queries, index, landmarks.relevance, _figures)
 
 
@@ -230,23 +234,23 @@ _SETUPS: Mapping[Difficulty, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Revisited:
+class RevisitedBuildings:
     """The revisited Oxford or Paris at one difficulty.
 
     Attributes:
-        queries: image names without suffix, in the order of their vectors.
-        boxes: the part of each query image that is embedded, (x0, y0, x1, y1) in pixels.
-        gallery: image names without suffix, in the order of their vectors.
-        relevance: positions in `gallery` that each query should find, and those to ignore.
+        query_names: image names without suffix, in the order of their vectors.
+        query_boxes: the part of each query image that is embedded, (x0, y0, x1, y1) in pixels.
+        gallery_names: image names without suffix, in the order of their vectors.
+        relevance: positions in `gallery_names` that each query should find, and those to ignore.
     """
 
-    queries: tuple[str, ...]
-    boxes: tuple[tuple[float, float, float, float], ...]
-    gallery: tuple[str, ...]
+    query_names: tuple[str, ...]
+    query_boxes: tuple[tuple[float, float, float, float], ...]
+    gallery_names: tuple[str, ...]
     relevance: Relevance
 
 
-def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
+def read_revisited(path: Path, difficulty: Difficulty) -> RevisitedBuildings:
     """Read a ground truth file of the revisited Oxford or Paris.
 
     No image is looked for. Queries may have no relevant image.
@@ -285,7 +289,7 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
             f"{path}: expected one ground truth for each query, got {len(queries)} queries and "
             f"{len(truths)} ground truths; download it again"
         )
-    return Revisited(queries, boxes, gallery, relevance)
+    return RevisitedBuildings(queries, boxes, gallery, relevance)
 
 
 def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
@@ -324,7 +328,7 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
     return np.array(values)
 
 
-def oxford(root: Path, scratch: Path) -> Protocol:
+def read_oxford_protocol(root: Path, scratch: Path) -> Protocol:
     """Read the protocol of mAP and mP@10 on the revisited Oxford, for each difficulty.
 
     Figures are `map_` and `mp_at_10_` with easy, medium and hard, shares 0 to 1. Query images are
@@ -342,7 +346,7 @@ def oxford(root: Path, scratch: Path) -> Protocol:
     return _protocol(root, "gnd_roxford5k.pkl", scratch)
 
 
-def paris(root: Path, scratch: Path) -> Protocol:
+def read_paris_protocol(root: Path, scratch: Path) -> Protocol:
     """Read the protocol of mAP and mP@10 on the revisited Paris, for each difficulty.
 
     Figures are `map_` and `mp_at_10_` with easy, medium and hard, shares 0 to 1. Query images are
@@ -365,11 +369,11 @@ def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
     for setup in setups.values():
         check_answerable(setup.relevance, root / truth)
     medium = setups["medium"]
-    queries = images(root / "jpg", _paths(root / "jpg", medium.queries))
-    for number, (path, box) in enumerate(zip(queries.paths, medium.boxes, strict=True)):
+    queries = list_protocol_images(root / "jpg", _paths(root / "jpg", medium.query_names))
+    for number, (path, box) in enumerate(zip(queries.paths, medium.query_boxes, strict=True)):
         _write_cut(queries.root / path, box, scratch / f"{number}.png")
-    cut = images(scratch, [f"{number}.png" for number in range(len(queries))])
-    gallery = images(root / "jpg", _paths(root / "jpg", medium.gallery))
+    cut = list_protocol_images(scratch, [f"{number}.png" for number in range(len(queries))])
+    gallery = list_protocol_images(root / "jpg", _paths(root / "jpg", medium.gallery_names))
 
     def figures(query_vectors: Vectors, gallery_vectors: Vectors, metric: Metric) -> Figures:
         shares = {}

@@ -31,7 +31,7 @@ from nobackfill.metrics.verification import tar_at_far
 from nobackfill.training.protocols.protocol import (
     Figures,
     Protocol,
-    images,
+    list_protocol_images,
     parse_integer,
     ranking_protocol,
     read_table,
@@ -60,14 +60,14 @@ class Faces:
     """Face images in the order of their vectors.
 
     Attributes:
-        names: paths below the folder of cropped faces.
-        templates: the template of each face, int64 [n].
-        media: the photograph or video of each face, int64 [n].
+        paths: paths below the folder of cropped faces.
+        template_ids: the template of each face, int64 [n].
+        media_ids: the photograph or video of each face, int64 [n].
     """
 
-    names: tuple[str, ...]
-    templates: Ints
-    media: Ints
+    paths: tuple[str, ...]
+    template_ids: Ints
+    media_ids: Ints
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Templates:
     ids: Ints
     vectors: Floats
 
-    def of(self, ids: Ints) -> Floats:
+    def vectors_of(self, ids: Ints) -> Floats:
         """Return the vectors of template ids: int64 [m] -> [m,dim]; ids may repeat.
 
         `ids` may be empty. The order is that of `ids`.
@@ -108,13 +108,13 @@ class VerificationPairs:
     """Template pairs of the 1:1 protocol.
 
     Attributes:
-        first, second: template ids, int64 [p].
-        same: whether a pair is of one person, bool [p].
+        first_template_ids, second_template_ids: template ids, int64 [p].
+        is_same_person: whether a pair is of one person, bool [p].
     """
 
-    first: Ints
-    second: Ints
-    same: NDArray[np.bool_]
+    first_template_ids: Ints
+    second_template_ids: Ints
+    is_same_person: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class SubjectTemplates:
     """Templates with their subjects, one row per template: a gallery, or the probes.
 
     Attributes:
-        templates: template ids, int64 [t], ascending.
-        subjects: the person of each template, int64 [t].
+        template_ids: template ids, int64 [t], ascending.
+        subject_ids: the person of each template, int64 [t].
     """
 
-    templates: Ints
-    subjects: Ints
+    template_ids: Ints
+    subject_ids: Ints
 
 
 def read_faces(folder: Path) -> Faces:
@@ -216,12 +216,12 @@ def pool_templates(faces: Faces, vectors: Floats) -> Templates:
         InvalidInputError: there is another number of vectors.
         ValueError: a template's mean is a zero vector.
     """
-    if len(vectors) != len(faces.names):
+    if len(vectors) != len(faces.paths):
         raise InvalidInputError(
-            f"vectors of IJB-C: expected one for each of the {len(faces.names)} faces, got "
+            f"vectors of IJB-C: expected one for each of the {len(faces.paths)} faces, got "
             f"{len(vectors)}; embed every face of the protocol, in its order"
         )
-    keys = np.stack((faces.templates, faces.media), 1)
+    keys = np.stack((faces.template_ids, faces.media_ids), 1)
     media, place = np.unique(keys, axis=0, return_inverse=True)
     of_media = _group_means(vectors, place.reshape(-1), len(media))
     ids, place = np.unique(media[:, 0], return_inverse=True)
@@ -250,17 +250,21 @@ def verify_templates(
         ValueError: there are no pairs of one kind, a rate is out of range, or the two models have
             different dimensions.
     """
-    products = np.einsum("pd,pd->p", first.of(pairs.first), second.of(pairs.second))
+    products = np.einsum(
+        "pd,pd->p",
+        first.vectors_of(pairs.first_template_ids),
+        second.vectors_of(pairs.second_template_ids),
+    )
     distances = 1 - products
-    genuine, impostor = distances[pairs.same], distances[~pairs.same]
+    genuine, impostor = distances[pairs.is_same_person], distances[~pairs.is_same_person]
     return {rate: tar_at_far(genuine, impostor, rate) for rate in rates}
 
 
 def search_templates(
     probes: SubjectTemplates,
     galleries: Sequence[SubjectTemplates],
-    of_probes: Templates,
-    of_galleries: Templates,
+    probe_templates: Templates,
+    gallery_templates: Templates,
     rates: Sequence[float],
     metric: Metric = "cosine",
 ) -> Mapping[str, float]:
@@ -272,8 +276,8 @@ def search_templates(
     Args:
         probes: the queries.
         galleries: at least one gallery.
-        of_probes: the probes' templates by the query model.
-        of_galleries: the galleries' templates by the gallery's model.
+        probe_templates: the probes' templates by the query model.
+        gallery_templates: the galleries' templates by the gallery's model.
         rates: the FPIRs, 0 to 1.
         metric: how distances are computed.
 
@@ -290,17 +294,21 @@ def search_templates(
             is not finite, or the two models have different dimensions.
         IndexError: there is no template at all.
     """
-    queries = of_probes.of(probes.templates)
+    queries = probe_templates.vectors_of(probes.template_ids)
 
     def ranks(gallery: SubjectTemplates) -> dict[str, float]:
-        relevance = relevance_by_label(probes.subjects, gallery.subjects)
-        ranking = rank(queries, of_galleries.of(gallery.templates), relevance, metric)
+        relevance = relevance_by_label(probes.subject_ids, gallery.subject_ids)
+        ranking = rank(
+            queries, gallery_templates.vectors_of(gallery.template_ids), relevance, metric
+        )
         return {f"rank-{k}": mean_of_answerable(cmc(ranking, k)) for k in (1, 5)}
 
     by_gallery = []
     for gallery in galleries:
-        relevance = relevance_by_label(probes.subjects, gallery.subjects)
-        search = open_set_search(queries, of_galleries.of(gallery.templates), relevance, metric)
+        relevance = relevance_by_label(probes.subject_ids, gallery.subject_ids)
+        search = open_set_search(
+            queries, gallery_templates.vectors_of(gallery.template_ids), relevance, metric
+        )
         shares = {f"tpir@fpir={rate:g}": tpir_at_fpir(search, rate) for rate in rates}
         by_gallery.append(shares | ranks(gallery))
     figures = {name: float(np.mean([one[name] for one in by_gallery])) for name in by_gallery[0]}
@@ -311,11 +319,15 @@ def search_templates(
 
 
 def _merged(galleries: Sequence[SubjectTemplates]) -> SubjectTemplates:
-    templates = np.concatenate([gallery.templates for gallery in galleries])
-    return SubjectTemplates(templates, np.concatenate([gallery.subjects for gallery in galleries]))
+    templates = np.concatenate([gallery.template_ids for gallery in galleries])
+    return SubjectTemplates(
+        templates, np.concatenate([gallery.subject_ids for gallery in galleries])
+    )
 
 
-def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
+def read_ijbc_protocol(
+    root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
+) -> Protocol:
     """Read the protocol of IJB-C: TAR@FAR of pairs, TPIR@FPIR and ranks of the mixed probes.
 
     The first template of a pair and the probes are embedded by the query model, the others by the
@@ -338,13 +350,13 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
         read_subject_templates(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)
     ]
     for number, gallery in enumerate(galleries, start=1):
-        has_mate = np.isin(probes.subjects, gallery.subjects)
+        has_mate = np.isin(probes.subject_ids, gallery.subject_ids)
         if has_mate.all() or not has_mate.any():
             raise InvalidInputError(
                 f"{meta}: expected probes with and without a mate in gallery G{number}, got only "
                 "one kind; download all files of one version again"
             )
-    listing = images(root / "loose_crop", faces.names)
+    listing = list_protocol_images(root / "loose_crop", faces.paths)
 
     def figures(queries: Vectors, gallery_vectors: Vectors, _metric: Metric) -> Figures:
         # Templates are unit vectors, which both metrics rank equally.
@@ -364,10 +376,10 @@ def _subjects(faces: Faces, galleries: Sequence[SubjectTemplates]) -> Ints:
         template: subject
         for entries in galleries
         for template, subject in zip(
-            entries.templates.tolist(), entries.subjects.tolist(), strict=True
+            entries.template_ids.tolist(), entries.subject_ids.tolist(), strict=True
         )
     }
-    return np.array([subject_of.get(t, -1 - t) for t in faces.templates.tolist()], np.int64)
+    return np.array([subject_of.get(t, -1 - t) for t in faces.template_ids.tolist()], np.int64)
 
 
 def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
@@ -380,7 +392,7 @@ def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
 SUBSAMPLE = 50
 
 
-def subsample(
+def draw_per_class(
     listing: ImageListing, per_class: int = SUBSAMPLE, seed: int = 0
 ) -> NDArray[np.int64]:
     """Draw `per_class` images of every class; return their rows, ascending.
@@ -412,7 +424,7 @@ def subsample(
     return np.sort(np.concatenate(drawn))
 
 
-def vggface2(root: Path, _scratch: Path) -> Protocol:
+def read_vggface2_protocol(root: Path, _scratch: Path) -> Protocol:
     """Read VGGFace2's protocol: CMC and mAP of 50 images of each subject, among each other.
 
     A query is left out of its own answers. The 50 images are the same on every call. Figures are
@@ -428,7 +440,7 @@ def vggface2(root: Path, _scratch: Path) -> Protocol:
         PermissionError: the folder may not be read by this user.
     """
     listing = list_images(root)
-    drawn = listing.select(subsample(listing))
+    drawn = listing.select(draw_per_class(listing))
     relevance = relevance_by_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
     return ranking_protocol(drawn, drawn, relevance, _face_figures, drawn.labels)
 
@@ -448,13 +460,13 @@ class PersonImages:
 
     Attributes:
         paths: the files.
-        persons: the person of each, int64 [n]; 0 is a distractor, -1 a bad detection.
-        cameras: the camera of each, int64 [n].
+        person_ids: the person of each, int64 [n]; 0 is a distractor, -1 a bad detection.
+        camera_ids: the camera of each, int64 [n].
     """
 
     paths: tuple[Path, ...]
-    persons: NDArray[np.int64]
-    cameras: NDArray[np.int64]
+    person_ids: NDArray[np.int64]
+    camera_ids: NDArray[np.int64]
 
 
 def read_person_images(folder: Path) -> PersonImages:
@@ -503,17 +515,17 @@ def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
     Returns:
         Relevant and ignored positions in the gallery, one array for each query; it may be empty.
     """
-    bad = gallery.persons == _BAD
+    bad = gallery.person_ids == _BAD
     relevant, ignored = [], []
-    for person, camera in zip(queries.persons, queries.cameras, strict=True):
-        same = gallery.persons == person
-        here = gallery.cameras == camera
+    for person, camera in zip(queries.person_ids, queries.camera_ids, strict=True):
+        same = gallery.person_ids == person
+        here = gallery.camera_ids == camera
         relevant.append(np.flatnonzero(same & ~here & ~bad))
         ignored.append(np.flatnonzero(bad | (same & here)))
     return Relevance(relevant, ignored)
 
 
-def market1501(root: Path, _scratch: Path) -> Protocol:
+def read_market1501_protocol(root: Path, _scratch: Path) -> Protocol:
     """Read Market-1501's protocol: rank-1 and mAP of `query` in `bounding_box_test`.
 
     Figures are `rank-1` and `map`, shares 0 to 1. The figures raise ValueError for vectors that are
@@ -529,12 +541,12 @@ def market1501(root: Path, _scratch: Path) -> Protocol:
     """
     queries, gallery = (read_person_images(root / part) for part in ("query", "bounding_box_test"))
     query_listing, gallery_listing = (
-        images(persons.paths[0].parent, [path.name for path in persons.paths])
+        list_protocol_images(persons.paths[0].parent, [path.name for path in persons.paths])
         for persons in (queries, gallery)
     )
     relevance = market_relevance(queries, gallery)
     return ranking_protocol(
-        query_listing, gallery_listing, relevance, _person_figures, gallery.persons
+        query_listing, gallery_listing, relevance, _person_figures, gallery.person_ids
     )
 
 

@@ -56,7 +56,7 @@ def unreadable_file_error(path: Path, error: OSError) -> InvalidInputError:
     )
 
 
-def first_existing(*paths: Path) -> Path:
+def first_existing_file(*paths: Path) -> Path:
     """Return the first path that is a file, else the first path, of which there is at least one.
 
     Links count as their targets.
@@ -148,25 +148,25 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Protocol:
-    """The images of a protocol, and `figures`, a function of their vectors.
+    """The images of a protocol, and `measure`, a function of their vectors.
 
     Its arguments are vectors of the queries [q,dim] and of the gallery [n,dim], in listing order,
     and the metric. Queries and gallery may be the same listing.
 
     Attributes:
         queries, gallery: the images.
-        figures: the function.
-        classes: the person or class of each gallery image, int64 [n]; None: the protocol's files
-            do not tell it.
+        measure: the function.
+        gallery_classes: the person or class of each gallery image, int64 [n]; None: the protocol's
+            files do not tell it.
     """
 
     queries: ImageListing
     gallery: ImageListing
-    figures: Callable[[Vectors, Vectors, Metric], Figures]
-    classes: NDArray[np.int64] | None = None
+    measure: Callable[[Vectors, Vectors, Metric], Figures]
+    gallery_classes: NDArray[np.int64] | None = None
 
 
-def images(root: Path, paths: Sequence[str]) -> ImageListing:
+def list_protocol_images(root: Path, paths: Sequence[str]) -> ImageListing:
     """List images below `root`, in this order, as one class; no file is opened.
 
     Without paths the listing is empty. Paths may repeat.
