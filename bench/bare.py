@@ -22,7 +22,7 @@ from nobackfill.release.models import CHUNK_ROWS
 ADD_BATCH = 32
 
 
-def session(path: Path, threads: int = 1) -> Any:
+def open_session(path: Path, threads: int = 1) -> Any:
     """An onnxruntime session on the processor."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -38,7 +38,7 @@ def upgrade_file(pair: Publication, kind: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Upgrade:
+class UpgradeSeconds:
     """Seconds of its parts."""
 
     read: float
@@ -46,13 +46,15 @@ class Upgrade:
     write: float
 
     @property
-    def sum(self) -> float:
+    def total(self) -> float:
         return self.read + self.transform + self.write
 
 
-def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) -> Upgrade:
+def time_upgrade(
+    store: SqliteGallery, pair: Publication, kind: str, threads: int
+) -> UpgradeSeconds:
     """Release 1 to 2: all rows read, run in batches as ours, written in one transaction."""
-    model = session(upgrade_file(pair, kind), threads)
+    model = open_session(upgrade_file(pair, kind), threads)
     staging.add_staging_space(store, SpaceSpec.of(pair.manifests[2]))
     started = time.perf_counter()
     with store.read_snapshot() as connection:
@@ -74,16 +76,16 @@ def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) ->
             zip(labels, vectors, sides, strict=True),
         )
     written = time.perf_counter()
-    return Upgrade(read - started, transformed - read, written - transformed)
+    return UpgradeSeconds(read - started, transformed - read, written - transformed)
 
 
-def add_seconds(pair: Publication, images: Path, file: Path, threads: int) -> float:
+def time_adding(pair: Publication, images: Path, file: Path, threads: int) -> float:
     """Every image of a folder decoded, run through release 1's two encoders, and its two vectors
     inserted into a table of a new `file`, in one transaction."""
     one = pair.manifests[1]
     assert one.side_encoder is not None
-    embedder = session(pair.repo / embedder_path(one.release), threads)
-    encoder = session(pair.repo / one.side_encoder.file.path, threads)
+    embedder = open_session(pair.repo / embedder_path(one.release), threads)
+    encoder = open_session(pair.repo / one.side_encoder.file.path, threads)
     paths = sorted(images.iterdir())
     started = time.perf_counter()
     with closing(sqlite3.connect(file)) as connection, connection:
@@ -99,9 +101,9 @@ def add_seconds(pair: Publication, images: Path, file: Path, threads: int) -> fl
     return time.perf_counter() - started
 
 
-def search_seconds(pair: Publication, image: Path, file: Path, threads: int) -> float:
+def time_search(pair: Publication, image: Path, file: Path, threads: int) -> float:
     """An image decoded and embedded by release 1, all of a gallery's rows read, the nearest 10."""
-    model = session(pair.repo / embedder_path(1), threads)
+    model = open_session(pair.repo / embedder_path(1), threads)
     started = time.perf_counter()
     (query,) = model.run(None, {"image": _pixels(image)[None]})[0]
     with closing(sqlite3.connect(file)) as connection:

@@ -13,7 +13,7 @@ PEAK = Path(__file__).with_name("peak.py")
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """A command that has ended well; `mib`: the most memory that it held at once."""
 
     seconds: float
@@ -21,7 +21,7 @@ class Done:
     answer: dict[str, Any]
 
 
-def command(program: Sequence[str | Path], folder: Path) -> Done:
+def run_command(program: Sequence[str | Path], folder: Path) -> CommandResult:
     """Run a command that prints one JSON object. Raises RuntimeError with its last words."""
     done = subprocess.run(
         [sys.executable, "-S", PEAK, *program], stdin=subprocess.DEVNULL, capture_output=True,
@@ -31,15 +31,15 @@ def command(program: Sequence[str | Path], folder: Path) -> Done:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, program))}: {words[-800:]}")
     seconds, kib = map(float, figures.split())
-    return Done(seconds, kib / 1024, json.loads(done.stdout))
+    return CommandResult(seconds, kib / 1024, json.loads(done.stdout))
 
 
-def edge(gallery: Path, *arguments: str | Path) -> Done:
+def run_edge_client(gallery: Path, *arguments: str | Path) -> CommandResult:
     """`edge-client --gallery GALLERY ARGUMENTS --json`."""
-    return command([EDGE, "--gallery", gallery, *arguments, "--json"], gallery.parent)
+    return run_command([EDGE, "--gallery", gallery, *arguments, "--json"], gallery.parent)
 
 
-def size_mib(gallery: Path) -> float:
+def gallery_mib(gallery: Path) -> float:
     """What a gallery takes on disk, with all that lies beside its file."""
     files = [path for path in gallery.parent.rglob("*") if path.name.startswith(gallery.name)]
     inside = [f for path in files if path.is_dir() for f in path.rglob("*") if f.is_file()]

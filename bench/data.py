@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Vectored:
+class ItemVectors:
     """The same things in the old and in the new space, and their side-information: [n, 128]."""
 
     old: Vectors
@@ -31,11 +31,11 @@ class Vectored:
     new: Vectors
 
 
-def things(count: int, seed: int = 0) -> Vectored:
+def draw_items(count: int, seed: int = 0) -> ItemVectors:
     """`count` things of one population; other seeds draw other things of the same one."""
     parts = [_some(min(_CHUNK, count - start), [seed, start]) for start in range(0, count, _CHUNK)]
     columns = zip(*parts, strict=True)
-    return Vectored(*(np.concatenate(column) for column in columns))
+    return ItemVectors(*(np.concatenate(column) for column in columns))
 
 
 def _some(count: int, seed: list[int]) -> tuple[Vectors, Vectors, Vectors]:
@@ -79,7 +79,7 @@ def _look(
     return np.ascontiguousarray(vectors, np.float32)
 
 
-def images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
+def draw_images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
     """Smooth pictures of things of the same population, uint8 [count, size, size, 3]: whatever
     embeds them, those of one cluster are alike. Other seeds draw other things."""
     population, rng = np.random.default_rng(POPULATION), np.random.default_rng(seed)
@@ -89,10 +89,10 @@ def images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.stack([np.asarray(Image.fromarray(c).resize((size, size))) for c in coarse])
 
 
-def jpegs(count: int, size: int, seed: int = 0) -> list[bytes]:
+def draw_jpegs(count: int, size: int, seed: int = 0) -> list[bytes]:
     """The same as JPEG files."""
     encoded = []
-    for pixels in images(count, size, seed):
+    for pixels in draw_images(count, size, seed):
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "JPEG", quality=90)
         encoded.append(file.getvalue())

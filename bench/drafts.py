@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import data
-from bench.models import Backboned, Projected, transform, write_encoder, write_transform
+from bench.models import (
+    ProjectedPixels,
+    TorchvisionEncoder,
+    build_transform,
+    write_encoder,
+    write_transform,
+)
 from nobackfill.digests import side_space_id
 from nobackfill.release.manifest import (
     Calibration,
@@ -33,7 +39,7 @@ from nobackfill.release.publishing.draft import Draft, describe_file
 CREATED = "2026-01-01T00:00:00+00:00"
 
 
-def draft(
+def make_draft(
     folder: Path,
     number: int,
     sources: Sequence[Manifest],
@@ -45,9 +51,9 @@ def draft(
     path = embedder_path(number)
     files = {path: folder / path}
     encoder = (
-        Projected(size, data.DIM, number, unit=True)
+        ProjectedPixels(size, data.DIM, number, unit=True)
         if backbone is None
-        else Backboned(backbone, data.DIM, number)
+        else TorchvisionEncoder(backbone, data.DIM, number)
     )
     write_encoder(encoder, size, "embedding", files[path])
     embedder = PublishedEmbedder(
@@ -91,7 +97,7 @@ def _side_encoder(
 ) -> PublishedSideEncoder:
     path = side_encoder_path(number)
     files[path] = folder / path
-    write_encoder(Projected(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
+    write_encoder(ProjectedPixels(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
     return PublishedSideEncoder(
         file=describe_file(path, files[path]), dim=data.SIDE_DIM, origin_release=number
     )
@@ -102,7 +108,7 @@ def _upgrade(
 ) -> Upgrade:
     path = upgrade_path(source.release, number)
     twin = upgrade_int8_path(source.release, number)
-    write_transform(transform(inner), folder / path)
+    write_transform(build_transform(inner), folder / path)
     files |= {path: folder / path, twin: folder / twin}
     return Upgrade(
         from_release=source.release,
@@ -129,11 +135,11 @@ def _curves(space: str, sources: Sequence[Manifest]) -> tuple[Calibration, ...]:
 
 
 def _probed(folder: Path, manifest: Manifest, files: dict[str, Path], size: int) -> Draft:
-    pixels = data.images(2, size)
+    pixels = data.draw_images(2, size)
     arrays: dict[str, NDArray[Any]] = {"image": pixels}
     arrays["embedding"] = open_embedder(folder, manifest).run(pixels)
     arrays["side"] = open_side_encoder(folder, manifest).run(pixels)
-    some = data.things(2, seed=3)
+    some = data.draw_items(2, seed=3)
     for upgrade in manifest.upgrades:
         name = f"upgrade_{upgrade.from_release}"
         arrays |= {f"{name}/embedding": some.old, f"{name}/side": some.side}

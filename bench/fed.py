@@ -25,7 +25,7 @@ _CONNECTIONS = 40
 _LOOK_S = 0.05
 
 
-class Fed:
+class FedGallery:
     """One gallery; a thread tells Milvus what changes."""
 
     def __init__(self, database: Database, address: str, folder: Path, spec: SpaceSpec) -> None:
@@ -53,7 +53,7 @@ class Fed:
             new = NewVectors(space, vectors[rows], None if side is None else side[rows])
             self.store.put([str(start + n) for n in range(len(some))], [new], metadata=some)
 
-    def told(self, info: SpaceInfo) -> None:
+    def wait_until_told(self, info: SpaceInfo) -> None:
         """Wait until Milvus knows all of a space."""
         number = info.number
         while len(
@@ -63,22 +63,22 @@ class Fed:
         ):
             time.sleep(_LOOK_S)
 
-    def ready(self, info: SpaceInfo) -> None:
+    def wait_until_ready(self, info: SpaceInfo) -> None:
         """Wait until a gateway would switch to a space."""
         self._home.feeder.wait_until_fed(self.store.schema, info, lambda: None)
         wait_for_milvus_recall(self.store, info, self.candidates, lambda: 0, lambda: None)
 
-    def searcher(self, info: SpaceInfo) -> PostgresqlSearcher:
+    def open_searcher(self, info: SpaceInfo) -> PostgresqlSearcher:
         return PostgresqlSearcher(self.store.database, self.store.schema, info, self.candidates)
 
-    def bare(self, info: SpaceInfo) -> Callable[..., list[int]]:
+    def search_milvus_alone(self, info: SpaceInfo) -> Callable[..., list[int]]:
         """Milvus alone: query, k, ef, expression and moment as Collections.search has them."""
         name = collection_name(self._known, self.store.schema, info.number)
         return lambda query, *rest: self.collections.search(name, info.spec, query, *rest)
 
 
 @contextmanager
-def fed(folder: Path, spec: SpaceSpec) -> Iterator[Fed]:
+def open_fed_gallery(folder: Path, spec: SpaceSpec) -> Iterator[FedGallery]:
     """An empty gallery, to the end of the block. Raises UnavailableError where no Milvus starts."""
     with ExitStack() as stack:
         address = stack.enter_context(milvus.running())
@@ -86,4 +86,4 @@ def fed(folder: Path, spec: SpaceSpec) -> Iterator[Fed]:
         url = stack.enter_context(server.database())
         database = stack.enter_context(closing(Database(url, _CONNECTIONS)))
         database.open(schema.prepare)
-        yield stack.enter_context(closing(Fed(database, address, folder, spec)))
+        yield stack.enter_context(closing(FedGallery(database, address, folder, spec)))

@@ -25,7 +25,7 @@ NOTE = (
 )
 
 
-def flips(
+def measure_flips(
     bench: Bench, store: PostgresqlGallery, specs: Sequence[SpaceSpec],
     candidates: CandidateSource | None = None,
 ) -> Table:  # fmt: skip

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.data import Vectored
+from bench.data import ItemVectors
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
@@ -11,14 +11,14 @@ from nobackfill.release.manifest import Manifest
 PUT_ROWS = 2000
 
 
-def fill(path: Path, manifest: Manifest, items: Vectored) -> SqliteGallery:
+def fill_gallery(path: Path, manifest: Manifest, items: ItemVectors) -> SqliteGallery:
     """A gallery in a release's space with every item's old vector and side-information."""
     store = SqliteGallery.create(path, SpaceSpec.of(manifest))
-    put(store, manifest.space, items)
+    put_items(store, manifest.space, items)
     return store
 
 
-def put(store: SqliteGallery, space: str, items: Vectored) -> None:
+def put_items(store: SqliteGallery, space: str, items: ItemVectors) -> None:
     """Add items, named by their number from the gallery's present count on."""
     first = store.count()
     for start in range(0, len(items.old), PUT_ROWS):

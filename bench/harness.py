@@ -57,7 +57,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One figure a round, in the order of the rounds."""
 
     rounds: tuple[float, ...]
@@ -77,16 +77,16 @@ class Measured:
         """The spread as tables show it."""
         return f"±{100 * self.spread:.0f} %"
 
-    def ratio(self, other: "Measured") -> float:
+    def ratio(self, other: "Measurement") -> float:
         """Median of this over the other, round by round, so that what slowed both cancels."""
         return statistics.median(
             mine / its for mine, its in zip(self.rounds, other.rounds, strict=True)
         )
 
 
-def interleave(
+def run_interleaved(
     contenders: Sequence[Contender], rounds: int, *, warm: bool = True
-) -> dict[str, Measured]:
+) -> dict[str, Measurement]:
     """Run every contender once a round; who begins changes from round to round.
 
     With `warm`, an unmeasured round comes first and fills caches.
@@ -98,17 +98,17 @@ def interleave(
             figure = contender.run()
             if number >= 0:
                 figures[contender.name].append(figure)
-    return {name: Measured(tuple(values)) for name, values in figures.items()}
+    return {name: Measurement(tuple(values)) for name, values in figures.items()}
 
 
-def seconds(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
     """Wall-clock seconds that `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def rate(work: Callable[[], object], items: int, *, at_least: float) -> float:
+def measure_rate(work: Callable[[], object], items: int, *, at_least: float) -> float:
     """Items a second: `work` does `items` of them, again and again for `at_least` seconds."""
     done, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < at_least or not done:
@@ -131,8 +131,8 @@ class Table:
     rounds: Mapping[str, Sequence[float]] | None = None
 
 
-def compared(
-    title: str, unit: str, measured: Mapping[str, Measured], limit: str, note: str = ""
+def comparison_table(
+    title: str, unit: str, measured: Mapping[str, Measurement], limit: str, note: str = ""
 ) -> Table:
     """A row for each contender, with its ratio to contender `limit`."""
     rows: list[Row] = [

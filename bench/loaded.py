@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.harness import Bench, Contender, Measured, Row, Table, interleave
+from bench.harness import Bench, Contender, Measurement, Row, Table, run_interleaved
 from demo.load import Load, Run
 
 # Where, which method, and the file of the requests.
@@ -23,19 +23,19 @@ class Latency:
     p999: float
 
 
-def latency(seconds: Sequence[float]) -> Latency:
+def latency_percentiles(seconds: Sequence[float]) -> Latency:
     """Of at least two calls."""
     cuts = statistics.quantiles([1000 * s for s in seconds], n=1000, method="inclusive")
     return Latency(cuts[499], cuts[989], cuts[998])
 
 
-def under_load(
+def measure_under_load(
     bench: Bench,
     load: Load,
     targets: Mapping[str, Target],
     clients: int,
     processes: Mapping[str, int],
-) -> dict[str, tuple[Measured, Latency, float]]:
+) -> dict[str, tuple[Measurement, Latency, float]]:
     """Queries a second of each target, what its calls took, and microseconds of processor time of
     its one of the `processes` a call (0: none is given), all without the warm-up round.
 
@@ -55,11 +55,11 @@ def under_load(
         return len(run.latencies) / run.seconds
 
     contenders = [Contender(name, partial(one, name)) for name in targets]
-    measured = interleave(contenders, bench.size(1, 3, 7))
+    measured = run_interleaved(contenders, bench.size(1, 3, 7))
     return {
         name: (
             measured[name],
-            latency([s for run in all_[1:] for s in run.latencies]),
+            latency_percentiles([s for run in all_[1:] for s in run.latencies]),
             # Each client asks once before it is timed.
             1e6 * sum(used[name][1:]) / sum(len(run.latencies) + clients for run in all_[1:]),
         )
@@ -73,7 +73,7 @@ def processor_seconds(process: int) -> float:
     return time.clock_gettime((~process << 3) | 2)
 
 
-def table(
+def load_table(
     bench: Bench,
     title: str,
     note: str,
@@ -91,7 +91,7 @@ def table(
     rounds: dict[str, Sequence[float]] = {}
     with Load() as load:
         for clients in bench.clients:
-            met = under_load(bench, load, targets, clients, processes or {})
+            met = measure_under_load(bench, load, targets, clients, processes or {})
             limit = max((met[name][0] for name in limits), key=lambda rate: rate.median)
             for name, (rate, within, cost) in met.items():
                 rounds[f"{name}, {clients} clients"] = rate.rounds

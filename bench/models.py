@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.data import DIM, SIDE_DIM, things
+from bench.data import DIM, SIDE_DIM, draw_items
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.networks.transform import FctTransform, UpgradeNetwork
 from nobackfill.vectors import Vectors
@@ -21,9 +21,9 @@ PROJECTION = 256
 _RIDGE = 1e-3
 
 
-def transform(inner: int) -> UpgradeNetwork:
+def build_transform(inner: int) -> UpgradeNetwork:
     """h: (old [n,128], side [n,128]) -> new [n,128]."""
-    pairs = things(4000, seed=1)
+    pairs = draw_items(4000, seed=1)
     torch.manual_seed(inner)
     h = FctTransform(
         DIM, SIDE_DIM, DIM, projection_dim=PROJECTION, inner_dim=inner, unit_norm=True
@@ -65,7 +65,7 @@ def write_transform(upgrade: UpgradeNetwork, path: Path) -> Path:
     """As ONNX, with its int8 twin beside it (`int8_path`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     example = {"embedding": torch.zeros(2, DIM), "side": torch.zeros(2, SIDE_DIM)}
-    export_onnx(First(upgrade), example, ("upgraded",), path)
+    export_onnx(EmbeddingOnly(upgrade), example, ("upgraded",), path)
     quantise(path, int8_path(path))
     return path
 
@@ -75,7 +75,7 @@ def int8_path(path: Path) -> Path:
     return path.with_name("model.int8.onnx")
 
 
-class First(nn.Module):
+class EmbeddingOnly(nn.Module):
     """An upgrade's embedding alone."""
 
     def __init__(self, upgrade: UpgradeNetwork) -> None:
@@ -87,12 +87,12 @@ class First(nn.Module):
         return output
 
 
-def multiplications(upgrade: nn.Module) -> int:
+def count_multiplications(upgrade: nn.Module) -> int:
     """Multiply-accumulates an item: a weight of a linear layer does one."""
     return sum(m.weight.numel() for m in upgrade.modules() if isinstance(m, nn.Linear))
 
 
-class Projected(nn.Module):
+class ProjectedPixels(nn.Module):
     """A stand-in for an embedder that costs next to nothing: pixels times a random matrix.
 
     Where the model is not what is measured, it must not be most of the time either. Large images
@@ -113,7 +113,7 @@ class Projected(nn.Module):
         return nn.functional.normalize(output) if self.unit else output
 
 
-class Backboned(nn.Module):
+class TorchvisionEncoder(nn.Module):
     """A torchvision network, random weights of `seed`, a linear layer to `dim`; pixels uint8."""
 
     def __init__(self, name: str, dim: int, seed: int) -> None:
@@ -138,7 +138,7 @@ def write_encoder(encoder: nn.Module, size: int, output: str, path: Path) -> Pat
     return path
 
 
-def neighbours_kept(mapped: Vectors, true: Vectors, k: int = 10) -> float:
+def share_of_kept_neighbours(mapped: Vectors, true: Vectors, k: int = 10) -> float:
     """Share of the `k` nearest among 2,000 that are the same in both spaces."""
     lists = []
     for vectors in (mapped[:2000], true[:2000]):

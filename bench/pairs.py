@@ -90,7 +90,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Compared:
+class CheckoutComparison:
     """A topic's figures in both checkouts."""
 
     topic: str
@@ -112,7 +112,7 @@ class Compared:
             for measure in ("speed", "memory")
         }
         return {
-            measure: interval([statistics.mean(pair) for pair in zip(*some, strict=True)])
+            measure: student_interval([statistics.mean(pair) for pair in zip(*some, strict=True)])
             for measure, some in logs.items()
             if some
         }
@@ -125,7 +125,7 @@ class Compared:
     @property
     def met(self) -> bool:
         """Whether the wholes are within the limit, no figure is beyond it, and no call failed."""
-        missed = any(interval(one.logs).verdict == "missed" for one in self.judged)
+        missed = any(student_interval(one.logs).verdict == "missed" for one in self.judged)
         wholes = all(one.verdict == "met" for one in self.wholes.values())
         return wholes and not missed and not self.failures
 
@@ -142,7 +142,7 @@ class Compared:
             "met": self.met,
             "failures": self.failures,
             "wholes": {measure: _shown(one) for measure, one in self.wholes.items()},
-            "figures": [asdict(one) | _shown(interval(one.logs)) for one in self.figures],
+            "figures": [asdict(one) | _shown(student_interval(one.logs)) for one in self.figures],
             "left_out": self.left_out,
         }
 
@@ -166,7 +166,7 @@ class Compared:
         return [*parts, Table(f"{self.topic}, new beside old", wholes, note)]
 
 
-def interval(logs: Sequence[float]) -> Interval:
+def student_interval(logs: Sequence[float]) -> Interval:
     """Student's interval of the mean of at least two logarithms, as ratios."""
     # Imported here: other topics need not spend the time.
     from scipy.special import stdtrit
@@ -177,7 +177,9 @@ def interval(logs: Sequence[float]) -> Interval:
     return Interval(*(math.exp(one) for one in (mean, mean - half, mean + half)))
 
 
-def compare(topic: str, new: Path, old: Path, pairs: int, scratch: Path) -> Compared:
+def compare_checkouts(
+    topic: str, new: Path, old: Path, pair_count: int, scratch: Path
+) -> CheckoutComparison:
     """Run a topic in both checkouts, pair after pair, after one run of each that is not counted.
 
     Raises RuntimeError if a run fails, or if the two have no figure in common.
@@ -185,13 +187,13 @@ def compare(topic: str, new: Path, old: Path, pairs: int, scratch: Path) -> Comp
     sides = {"new": new.resolve(), "old": old.resolve()}
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     shutil.rmtree(scratch, ignore_errors=True)
-    for number in range(-1, pairs):
+    for number in range(-1, pair_count):
         # The first run of each makes what the later ones share, and compiles what they import.
         for side in ("new", "old") if number % 2 == 0 else ("old", "new"):
             result = _run(topic, sides[side], scratch / side)
             if number >= 0:
                 results[side].append(result)
-        told = f"pair {number + 1} of {pairs}" if number >= 0 else "first runs, not counted"
+        told = f"pair {number + 1} of {pair_count}" if number >= 0 else "first runs, not counted"
         print(f"{topic}: {told}", file=sys.stderr, flush=True)
     values = {side: [_figures(one) for one in runs] for side, runs in results.items()}
     runs = [*values["new"], *values["old"]]
@@ -202,7 +204,7 @@ def compare(topic: str, new: Path, old: Path, pairs: int, scratch: Path) -> Comp
         for name in common
     ]
     left_out = [f"{name[0]}: {name[1]}" for name in named if name not in common]
-    found = Compared(topic, results, figures, left_out, _card())
+    found = CheckoutComparison(topic, results, figures, left_out, _card())
     if not found.judged:
         raise RuntimeError(
             f"{topic}: the two checkouts must have a figure of the same name to be compared; "
@@ -293,7 +295,7 @@ def _row(figure: Figure) -> Row:
         "figure": figure.name,
         "new": statistics.median(figure.new),
         "old": statistics.median(figure.old),
-        **_texts(interval(figure.logs)),
+        **_texts(student_interval(figure.logs)),
         **({} if figure.kind == "judged" else {"verdict": f"({figure.kind})"}),
     }
 

@@ -14,17 +14,17 @@ from PIL import Image
 PICTURES, QUALITY = 2000, 85
 
 
-def write_photos(folder: Path, count: int, height: int, width: int, classes: int) -> None:
-    """FOLDER/CLASS/NUMBER.jpg, `count` of them, spread over `classes` folders."""
+def write_photos(folder: Path, count: int, height: int, width: int, class_count: int) -> None:
+    """FOLDER/CLASS/NUMBER.jpg, `count` of them, spread over `class_count` folders."""
     pictures = [_picture(height, width, seed) for seed in range(min(PICTURES, count))]
-    for name in range(classes):
+    for name in range(class_count):
         (folder / f"{name:04d}").mkdir(parents=True)
     for number in range(count):
         comment = f"{number:08d}".encode()
         # Behind the first marker: FF FE, the length with its own two bytes, the comment.
         segment = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment
         picture = pictures[number % len(pictures)]
-        path = folder / f"{number % classes:04d}" / f"{number:08d}.jpg"
+        path = folder / f"{number % class_count:04d}" / f"{number:08d}.jpg"
         path.write_bytes(picture[:2] + segment + picture[2:])
 
 

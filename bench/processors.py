@@ -8,7 +8,7 @@ KINDS = ("workers", "bench", "postgresql", "ray")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def by_kind() -> dict[str, float]:
+def seconds_by_kind() -> dict[str, float]:
     """Seconds that each kind has worked so far, those of processes that have ended left out, but
     of the database's."""
     worked = dict.fromkeys(KINDS, 0.0)
@@ -43,13 +43,13 @@ def _kind(words: list[str]) -> str:
     return "ray"
 
 
-def spent(before: dict[str, float], items: int) -> dict[str, float]:
+def microseconds_per_item(before: dict[str, float], items: int) -> dict[str, float]:
     """Microseconds an item of each kind since then."""
-    now = by_kind()
+    now = seconds_by_kind()
     return {kind: 1e6 * (now[kind] - before[kind]) / items for kind in KINDS}
 
 
-def of_machine() -> float:
+def machine_seconds() -> float:
     """Seconds that this machine has worked since its start, whoever for."""
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
     ticks = dict(zip(names, Path("/proc/stat").read_text().split()[1:], strict=False))

@@ -42,7 +42,7 @@ class Publication:
         publish(repo, Draft(manifest, files))
 
 
-def publication(
+def make_publication(
     shared: Path, *, inner: int = INNER, backbone: str | None = None, size: int = SIZE
 ) -> Publication:
     """Releases 1 and 2, 128 + 128 dims; 2 keeps the side encoder of 1 and has an int8 upgrade.
@@ -54,13 +54,13 @@ def publication(
     first, both, done = folder / "first", folder / "both", folder / "done"
     if not done.exists():
         # It loads torch, seconds that a topic which finds the publication made need not spend.
-        from bench.drafts import draft
+        from bench.drafts import make_draft
 
         shutil.rmtree(folder, ignore_errors=True)
-        one = draft(folder / "draft", 1, [], inner, backbone, size)
+        one = make_draft(folder / "draft", 1, [], inner, backbone, size)
         publish(first, one)
         _copy(first, both)
-        publish(both, draft(folder / "draft", 2, [one.manifest], inner, backbone, size))
+        publish(both, make_draft(folder / "draft", 2, [one.manifest], inner, backbone, size))
         done.touch()
     manifests = {n: parse_manifest((both / manifest_path(n)).read_bytes()) for n in (1, 2)}
     return Publication(folder, manifests)

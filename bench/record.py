@@ -23,7 +23,7 @@ _PACKAGES = (
 _APART = {"nvidia-pytriton": ".venv-triton", "chromadb": "build/chroma"}
 
 
-def text(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value as people read it: three digits that count, thousands set apart."""
     if value is None:
         return "-"
@@ -36,12 +36,12 @@ def text(value: Value) -> str:
     return f"{value:.4f}" if abs(value) < 0.1 else f"{value:.3g}"
 
 
-def markdown(table: Table | dict[str, Any]) -> str:
+def format_table(table: Table | dict[str, Any]) -> str:
     """A table with its title and note."""
     if isinstance(table, Table):
         table = {"title": table.title, "rows": list(table.rows), "note": table.note}
     names = list(dict.fromkeys(name for row in table["rows"] for name in row))
-    cells = [[text(row.get(name)) for name in names] for row in table["rows"]]
+    cells = [[format_value(row.get(name)) for name in names] for row in table["rows"]]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     lines = [_line(names, widths), _line(["-" * width for width in widths], widths)]
     lines += [_line(row, widths) for row in cells]
@@ -64,9 +64,9 @@ def save(path: Path, topic: str, scale: Scale, seconds: float, tables: Sequence[
         "topic": topic,
         "scale": scale,
         "seconds": round(seconds, 1),
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
+        "machine": describe_machine(),
+        "versions": library_versions(),
+        "commit": describe_commit(),
         "tables": [
             {
                 "title": t.title,
@@ -81,7 +81,7 @@ def save(path: Path, topic: str, scale: Scale, seconds: float, tables: Sequence[
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def machine() -> dict[str, str | int | float]:
+def describe_machine() -> dict[str, str | int | float]:
     """The processor, its cores and how busy they were before this."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -97,7 +97,7 @@ def machine() -> dict[str, str | int | float]:
     }
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Of Python and of what does the work, as far as it is installed."""
     places = dict.fromkeys(_PACKAGES, sys.path)
     for package, folder in _APART.items():
@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str:
+def describe_commit() -> str:
     """The commit that was measured, marked where code differed from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", ":!bench/results", ":!docs")
@@ -151,5 +151,5 @@ def _shown(path: Path) -> list[str]:
         f"{where['processor']}, {where['cores']} cores, load {where['load_before']} before; "
         f"commit {result['commit']}; {result['seconds']:.0f} s"
     )
-    return ["", *(line for t in result["tables"] for line in [*markdown(t).splitlines(), ""]),
+    return ["", *(line for t in result["tables"] for line in [*format_table(t).splitlines(), ""]),
             f"*{origin}*", ""]  # fmt: skip

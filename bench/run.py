@@ -81,7 +81,7 @@ def main(
         record.refresh_docs()
         return
     if part:
-        measure(chosen[0], Scale.FULL if full else Scale.SMALL)
+        run_topic(chosen[0], Scale.FULL if full else Scale.SMALL)
         return
     shutil.rmtree(BUILD, ignore_errors=True)
     failed = [topic for topic in chosen if not _apart(topic, full)]
@@ -91,7 +91,7 @@ def main(
         raise typer.Exit(1)
 
 
-def measure(topic: str, scale: Scale) -> None:
+def run_topic(topic: str, scale: Scale) -> None:
     """Run one topic here; print and keep what it found."""
     folder = BUILD / topic
     shutil.rmtree(folder, ignore_errors=True)
@@ -103,7 +103,7 @@ def measure(topic: str, scale: Scale) -> None:
     started = time.monotonic()
     tables = module.run(Bench(scale, folder, BUILD / "shared"))
     for table in tables:
-        print(record.markdown(table), flush=True)
+        print(record.format_table(table), flush=True)
     seconds = time.monotonic() - started
     path = record.result_path(topic, scale)
     record.save(path, topic, scale, seconds, tables)
@@ -116,12 +116,12 @@ def _compare(topics: list[str], other: Path, number: int, file: Path | None) -> 
         raise typer.BadParameter(f"--beside needs one topic of {', '.join(pairs.SIZES)}")
     (topic,) = topics
     try:
-        found = pairs.compare(topic, record.ROOT, other, number, BUILD / "pairs")
+        found = pairs.compare_checkouts(topic, record.ROOT, other, number, BUILD / "pairs")
     except RuntimeError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error
     for table in found.tables():
-        print(record.markdown(table))
+        print(record.format_table(table))
     if file is not None:
         file.write_text(json.dumps(found.answer(), indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(0 if found.met else 1)

@@ -81,14 +81,14 @@ def _below(process: int) -> list[int]:
 
 
 @contextmanager
-def serving(folder: Path, repo: Path, triton: str | None = None) -> Iterator[Gateway]:
+def run_gateway(folder: Path, repo: Path, triton: str | None = None) -> Iterator[Gateway]:
     """`gateway serve` over a publication, with its own Triton or that at an address."""
     addresses = serve.free_addresses(2)
     with Children(folder / "logs") as children, ExitStack() as stack:
         if triton is not None:
             os.environ["NOBACKFILL_TRITON"] = triton
             stack.callback(os.environ.pop, "NOBACKFILL_TRITON")
-        child = serve.start(children, repo, folder / "data", addresses)
+        child = serve.start_gateway(children, repo, folder / "data", addresses)
         yield Gateway(addresses[0], child.process.pid)
 
 
@@ -107,13 +107,13 @@ def copy_filled(
         made.mkdir(parents=True)
         manifest = pair.manifests[2]
         if pictures is None:
-            items = data.things(size)
+            items = data.draw_items(size)
             new, side = items.new, items.side
         else:
             new, side = _embedded(pair, size, pictures)
         assert manifest.side_space is not None
-        with serving(made, pair.repo) as gateway:
-            fill(gateway.address, manifest.space, manifest.side_space, new, side)
+        with run_gateway(made, pair.repo) as gateway:
+            fill_gallery(gateway.address, manifest.space, manifest.side_space, new, side)
             gateway.settle()
         (made / "done").touch()
     shutil.copytree(made / "data", folder / "data")
@@ -126,14 +126,14 @@ def _embedded(pair: Publication, count: int, side: int) -> tuple[Vectors, Vector
     encoder = open_side_encoder(pair.repo, manifest)
     parts = []
     for seed, start in enumerate(range(0, count, PICTURES), start=100):
-        pixels = data.images(min(PICTURES, count - start), side, seed)
+        pixels = data.draw_images(min(PICTURES, count - start), side, seed)
         parts.append((embedder.run(pixels), encoder.run(pixels)))
     embeddings, sides = zip(*parts, strict=True)
     return np.concatenate(embeddings), np.concatenate(sides)
 
 
 @contextmanager
-def echoing(kind: str, answer: int) -> Iterator[tuple[str, int]]:
+def run_echo(kind: str, answer: int) -> Iterator[tuple[str, int]]:
     """bench/echo.py, `aio` or `sync`, with answers of so many bytes; its address and process."""
     command = [sys.executable, str(HERE / "echo.py"), kind, str(answer)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -144,7 +144,9 @@ def echoing(kind: str, answer: int) -> Iterator[tuple[str, int]]:
             process.kill()
 
 
-def fill(address: str, space: str, side_space: str, vectors: Vectors, side: Vectors) -> None:
+def fill_gallery(
+    address: str, space: str, side_space: str, vectors: Vectors, side: Vectors
+) -> None:
     """Make gallery `bench` and put items by embedding and side-information."""
 
     items = (
@@ -158,12 +160,12 @@ def fill(address: str, space: str, side_space: str, vectors: Vectors, side: Vect
         for row in range(len(vectors))
     )
     with gateway.connect(address) as connection:
-        gateway.create(connection, GALLERY)
+        gateway.create_gallery(connection, GALLERY)
         refused = connection.put_items(GALLERY, items)
         assert not refused, next(iter(refused.items()))
 
 
-def by_embedding(space: str, queries: Vectors, k: int = 10) -> list[bytes]:
+def embedding_requests(space: str, queries: Vectors, k: int = 10) -> list[bytes]:
     """Search requests as bytes."""
     return [
         search_pb2.SearchRequest(
@@ -179,7 +181,7 @@ def by_embedding(space: str, queries: Vectors, k: int = 10) -> list[bytes]:
     ]
 
 
-def by_image(images: Sequence[bytes], k: int = 10) -> list[bytes]:
+def image_requests(images: Sequence[bytes], k: int = 10) -> list[bytes]:
     """Search requests as bytes."""
     return [
         search_pb2.SearchRequest(

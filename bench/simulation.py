@@ -15,16 +15,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`items` in windows of `window`; `carry`, items a second of one worker's core; `read` and
-    `write`, items a second of one of the store's `lanes`. A window in `straggle` of all takes
+class UpgradePlan:
+    """`item_count` in windows of `window`; `carry`, items a second of one worker's core; `read` and
+    `write`, items a second of one of the store's `lane_count`. A window in `straggle` of all takes
     `slow` times as long to carry. A worker is lost every `lost_every` hours on average, and is
     back after `back_after` seconds."""
 
-    items: int
+    item_count: int
     window: int
-    workers: int
-    lanes: int
+    worker_count: int
+    lane_count: int
     read: float
     carry: float
     write: float
@@ -35,26 +35,26 @@ class Plan:
 
     @property
     def windows(self) -> int:
-        return -(-self.items // self.window)
+        return -(-self.item_count // self.window)
 
     @property
     def least_hours(self) -> float:
         """Without a straggler or a loss, the slower of workers and store being always at work."""
-        carrying = self.items / (self.carry * self.workers)
-        storing = self.items * (1 / self.read + 1 / self.write) / self.lanes
+        carrying = self.item_count / (self.carry * self.worker_count)
+        storing = self.item_count * (1 / self.read + 1 / self.write) / self.lane_count
         return max(carrying, storing) / 3600
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one run came to: `lost` workers, and `again`, windows that were carried once more."""
+class SimulatedRun:
+    """What one run came to: `lost_workers`, and `repeated_windows`: carried once more."""
 
     hours: float
-    lost: int
-    again: int
+    lost_workers: int
+    repeated_windows: int
 
 
-def simulate(plan: Plan, seed: int) -> Run:
+def simulate_upgrade(plan: UpgradePlan, seed: int) -> SimulatedRun:
     """One run, drawn by `seed`."""
     return _Simulated(plan, np.random.default_rng(seed)).run()
 
@@ -63,27 +63,27 @@ class _Simulated:
     """Events by time: (time, order, what, worker, life). A worker's `life` counts its losses, so
     that what an earlier one had under way is not taken for the present one's."""
 
-    def __init__(self, plan: Plan, rng: np.random.Generator) -> None:
+    def __init__(self, plan: UpgradePlan, rng: np.random.Generator) -> None:
         self._plan, self._rng = plan, rng
         self._events: list[tuple[float, int, str, int, int]] = []
         self._order = 0
-        self._free = plan.lanes
+        self._free = plan.lane_count
         self._queue: deque[tuple[str, int, int]] = deque()
-        self._life = [0] * plan.workers
-        self._has = [False] * plan.workers
-        self._away = [False] * plan.workers
+        self._life = [0] * plan.worker_count
+        self._has = [False] * plan.worker_count
+        self._away = [False] * plan.worker_count
         self._left, self._done = plan.windows, 0
         self._lost = self._again = 0
 
-    def run(self) -> Run:
-        for worker in range(self._plan.workers):
+    def run(self) -> SimulatedRun:
+        for worker in range(self._plan.worker_count):
             self._at(0.0, "begin", worker)
             self._at(self._until_lost(), "lose", worker)
         now = 0.0
         while self._done < self._plan.windows:
             now, _, what, worker, life = heapq.heappop(self._events)
             self._happen(now, what, worker, alive=life == self._life[worker])
-        return Run(now / 3600, self._lost, self._again)
+        return SimulatedRun(now / 3600, self._lost, self._again)
 
     def _happen(self, now: float, what: str, worker: int, *, alive: bool) -> None:
         if what in ("read", "write"):
@@ -123,7 +123,7 @@ class _Simulated:
         self._at(back, "begin", worker)
         self._at(back + self._until_lost(), "lose", worker)
         # Who had nothing left to do takes what has come back.
-        for idle in range(self._plan.workers):
+        for idle in range(self._plan.worker_count):
             if self._left and not self._has[idle] and not self._away[idle]:
                 self._at(now, "begin", idle)
                 return

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 
 from bench import data, processors
-from bench.flips import flips
+from bench.flips import measure_flips
 from bench.galleries import PUT_ROWS
-from bench.harness import Bench, Contender, Measured, Row, Table, interleave
+from bench.harness import Bench, Contender, Measurement, Row, Table, run_interleaved
 from bench.published import Publication
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import Runner, run_upgrade
@@ -43,19 +43,19 @@ SPENT = (
 )
 
 
-def fill(store: PostgresqlGallery, size: int, *, graph: bool) -> None:
+def fill_gallery(store: PostgresqlGallery, size: int, *, graph: bool) -> None:
     """Put so many things, by number; a `graph` takes long to grow."""
     if not graph:
         statement = f"DROP INDEX {store.schema}.vectors_1_graph"
         store.database.write(lambda connection: execute(connection, statement))
-    space, items = store.active().spec.space, data.things(size)
+    space, items = store.active().spec.space, data.draw_items(size)
     for start in range(0, size, PUT_ROWS):
         rows = slice(start, start + PUT_ROWS)
         ids = [str(start + n) for n in range(len(items.old[rows]))]
         store.put(ids, [NewVectors(space, items.old[rows], items.side[rows])])
 
 
-class Upgrading:
+class UpgradeContenders:
     """Ways to carry one gallery; each leaves it as it was."""
 
     def __init__(self, store: PostgresqlGallery, pair: Publication) -> None:
@@ -76,7 +76,7 @@ class Upgrading:
             }
             if bench.full:
                 del ways["thread"]
-            measured = interleave(
+            measured = run_interleaved(
                 [self._contender(name, way) for name, way in ways.items()], bench.size(1, 3, 2)
             )
         if not bench.tiny and importlib.util.find_spec("ray"):
@@ -92,17 +92,20 @@ class Upgrading:
         """Counts who works meanwhile."""
 
         def watched() -> float:
-            machine, kinds = processors.of_machine(), processors.by_kind()
+            machine, kinds = processors.machine_seconds(), processors.seconds_by_kind()
             began = time.perf_counter()
             rate = way()
-            cores = (processors.of_machine() - machine) / (time.perf_counter() - began)
-            spent = {**processors.spent(kinds, self._store.count()), "cores busy": cores}
+            cores = (processors.machine_seconds() - machine) / (time.perf_counter() - began)
+            spent = {
+                **processors.microseconds_per_item(kinds, self._store.count()),
+                "cores busy": cores,
+            }
             self._spent.setdefault(name, []).append(spent)
             return rate
 
         return Contender(name, watched)
 
-    def _on_ray(self, bench: Bench) -> dict[str, Measured]:
+    def _on_ray(self, bench: Bench) -> dict[str, Measurement]:
         """One node and two in turns, so that what slows the machine for a while slows both: each
         turn starts a cluster, whose first run opens models and is not counted."""
         found: dict[str, list[float]] = {_nodes(1): [], _nodes(2): []}
@@ -112,7 +115,7 @@ class Upgrading:
                     self._workers(workers)
                     way = self._contender(_nodes(nodes), partial(self._workers, workers))
                     found[_nodes(nodes)].append(way.run())
-        return {name: Measured(tuple(rounds)) for name, rounds in found.items()}
+        return {name: Measurement(tuple(rounds)) for name, rounds in found.items()}
 
     def _bare(self) -> float:
         """Items a second; of each part, too."""
@@ -157,7 +160,7 @@ class Upgrading:
         """Both spaces full."""
         runner = open_route(self._pair.repo, self._route, 2)
         run_upgrade(self._store, runner, self._target)
-        return flips(bench, self._store, [self._store.active().spec, self._target])
+        return measure_flips(bench, self._store, [self._store.active().spec, self._target])
 
     def _thread(self) -> float:
         runner = open_route(self._pair.repo, self._route, 2, int8=True)
@@ -200,7 +203,7 @@ def _ray(nodes: int) -> Iterator[Workers]:
         cluster.shutdown()
 
 
-def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
+def _rates_table(title: str, note: str, measured: dict[str, Measurement]) -> Table:
     bare = measured["bare"].median
     rows: list[Row] = [
         {
@@ -218,7 +221,7 @@ def _nodes(count: int) -> str:
     return f"ray, nodes: {count}"
 
 
-def _two_nodes(one: Measured, two: Measured) -> Table:
+def _two_nodes(one: Measurement, two: Measurement) -> Table:
     """Turn by turn."""
     rows: list[Row] = [
         {"turn": str(turn), "one node": alone, "two nodes": both, "of one": both / alone}

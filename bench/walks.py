@@ -171,7 +171,7 @@ def _thread_names() -> dict[int, str]:
     return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident}
 
 
-def walk_of(events: Sequence[CallEvent]) -> Walk:
+def count_walk(events: Sequence[CallEvent]) -> Walk:
     """Count."""
     functions: dict[str, set[CodeType]] = {}
     moves: Counter[str] = Counter()
@@ -212,7 +212,7 @@ class Testbed:
         self._watched = False
         self.world = edge.World(folder / "world")
 
-    def gateway(self, name: str) -> tuple[GatewayServer, Path]:
+    def start_gateway(self, name: str) -> tuple[GatewayServer, Path]:
         """Start a gateway of release 1 with a gallery, and its publication; stop all others, whose
         loops would be counted."""
         self.closing.close()
@@ -220,7 +220,7 @@ class Testbed:
         repo.parent.mkdir()
         self.world.publish(repo, 1)
         gateway = self.closing.enter_context(running(repo, repo.with_name("data")))
-        self.fill(gateway, "first")
+        self.fill_gallery(gateway, "first")
         if not self._watched:
             # Those of later gateways have the same names.
             self._profiler.watch_idle()
@@ -228,11 +228,11 @@ class Testbed:
         return gateway, repo
 
     @cached_property
-    def shared(self) -> tuple[GatewayServer, Path]:
+    def shared_gateway(self) -> tuple[GatewayServer, Path]:
         """The gateway of puts and searches."""
-        return self.gateway("shared")
+        return self.start_gateway("shared")
 
-    def fill(self, gateway: GatewayServer, gallery: str) -> None:
+    def fill_gallery(self, gateway: GatewayServer, gallery: str) -> None:
         """Make a gallery of ITEMS images."""
         with Client(gateway.address) as client:
             client.create_when_idle(gallery)
@@ -240,7 +240,7 @@ class Testbed:
             errors = client.put(gallery, pictures, {name: {"colour": "red"} for name in pictures})
             assert not errors
 
-    def stubs(self, gateway: GatewayServer) -> Stubs:
+    def open_stubs(self, gateway: GatewayServer) -> Stubs:
         stubs = Stubs(gateway.address, None)
         self.closing.callback(stubs.channel.close)
         return stubs
@@ -248,8 +248,8 @@ class Testbed:
 
 def put(testbed: Testbed) -> Iterator[Request]:
     """Put one image into a gallery."""
-    gateway, _ = testbed.shared
-    stubs = testbed.stubs(gateway)
+    gateway, _ = testbed.shared_gateway
+    stubs = testbed.open_stubs(gateway)
     for number, image in enumerate(images(ROUNDS + 1, seed=1)):
         metadata = {"colour": metadata_value_message("red")}
         item = gallery_pb2.PutItem(id=f"n{number}", image=blocks.png(image), metadata=metadata)
@@ -262,8 +262,8 @@ def put(testbed: Testbed) -> Iterator[Request]:
 
 def search(testbed: Testbed, kind: str) -> Iterator[Request]:
     """Search galleries nobody has searched for this item: its hit has to be read on a thread."""
-    gateway, repo = testbed.shared
-    stubs, manifest = testbed.stubs(gateway), blocks.manifest(repo, 1)
+    gateway, repo = testbed.shared_gateway
+    stubs, manifest = testbed.open_stubs(gateway), blocks.manifest(repo, 1)
 
     def request(gallery: str, number: int) -> Request:
         image = images(ITEMS)[number]
@@ -279,7 +279,7 @@ def search(testbed: Testbed, kind: str) -> Iterator[Request]:
 
     for number in range(ROUNDS):
         gallery = f"{kind}-{number}"
-        testbed.fill(gateway, gallery)
+        testbed.fill_gallery(gateway, gallery)
         request(gallery, 0)()
         yield request(gallery, 1)
 
@@ -287,9 +287,9 @@ def search(testbed: Testbed, kind: str) -> Iterator[Request]:
 def activate(testbed: Testbed) -> Iterator[Request]:
     """Activate release 3 on gateways that have gone from 1 to 2, to its flip."""
     for number in range(ROUNDS):
-        gateway, repo = testbed.gateway(f"activate-{number}")
+        gateway, repo = testbed.start_gateway(f"activate-{number}")
         testbed.world.publish(repo, 3)
-        stubs = testbed.stubs(gateway)
+        stubs = testbed.open_stubs(gateway)
 
         def to(release: int, stubs: Stubs = stubs) -> None:
             message = release_pb2.ActivateReleaseRequest(number=release)
@@ -348,7 +348,7 @@ WALKS: dict[str, tuple[str, Callable[[Testbed], Iterator[Request]]]] = {
 }
 
 
-def measure(names: Sequence[str]) -> dict[str, list[Walk]]:
+def measure_walks(names: Sequence[str]) -> dict[str, list[Walk]]:
     """Run walks, each ROUNDS times, in the order of WALKS."""
     with (
         tempfile.TemporaryDirectory(prefix="walks-") as folder,
@@ -357,13 +357,13 @@ def measure(names: Sequence[str]) -> dict[str, list[Walk]]:
     ):
         testbed = Testbed(Path(folder), closing, profiler)
         return {
-            name: [walk_of(profiler.events(request)) for request in WALKS[name][1](testbed)]
+            name: [count_walk(profiler.events(request)) for request in WALKS[name][1](testbed)]
             for name in WALKS
             if name in names
         }
 
 
-def shortest(rounds: Sequence[Walk]) -> Walk:
+def shortest_walk(rounds: Sequence[Walk]) -> Walk:
     """The round with the fewest files and moves."""
     return min(rounds, key=lambda walk: (len(walk.files), walk.moves))
 
@@ -397,17 +397,17 @@ def main(
     names = [files] if files else walks or list(WALKS)
     if unknown := [name for name in names if name not in WALKS]:
         raise typer.BadParameter(f"no walk {', '.join(unknown)}; known: {', '.join(WALKS)}")
-    rounds = measure(names)
+    rounds = measure_walks(names)
     if json_file:
         json_file.write_text(json.dumps(_as_json(rounds), indent=1) + "\n", encoding="utf-8")
-    table = _files_table(files, shortest(rounds[files])) if files else _table(rounds)
-    print(record.markdown(table))
+    table = _files_table(files, shortest_walk(rounds[files])) if files else _table(rounds)
+    print(record.format_table(table))
 
 
 def _table(rounds: dict[str, list[Walk]]) -> Table:
-    walks = {name: shortest(some) for name, some in rounds.items()}
+    walks = {name: shortest_walk(some) for name, some in rounds.items()}
     return Table(
-        f"Walks at {record.commit()}",
+        f"Walks at {record.describe_commit()}",
         [
             {
                 "walk": WALKS[name][0],
@@ -424,7 +424,7 @@ def _table(rounds: dict[str, list[Walk]]) -> Table:
 
 def _files_table(name: str, walk: Walk) -> Table:
     return Table(
-        f"Files of {WALKS[name][0]} at {record.commit()}",
+        f"Files of {WALKS[name][0]} at {record.describe_commit()}",
         [
             {"entry": str(entry), "file": file, "functions": functions, "moves": moves}
             for entry, (file, (functions, moves)) in enumerate(walk.files.items(), 1)
@@ -434,7 +434,7 @@ def _files_table(name: str, walk: Walk) -> Table:
 
 def _as_json(rounds: dict[str, list[Walk]]) -> dict[str, Any]:
     return {
-        "commit": record.commit(),
+        "commit": record.describe_commit(),
         "walks": {
             name: {
                 "files": [
@@ -447,7 +447,7 @@ def _as_json(rounds: dict[str, list[Walk]]) -> dict[str, Any]:
                 "threads": walk.threads,
                 "rounds": [one.moves for one in rounds[name]],
             }
-            for name, walk in ((name, shortest(some)) for name, some in rounds.items())
+            for name, walk in ((name, shortest_walk(some)) for name, some in rounds.items())
         },
     }
 

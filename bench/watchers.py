@@ -44,7 +44,7 @@ def main(
         publish_block_release(repo, 1)
         with process.serving(repo, Path(folder, "data"), "--triton=in-process") as served:
             table = asyncio.run(_watched(served, repo, watchers, connections))
-    print(record.markdown(table))
+    print(record.format_table(table))
 
 
 async def _watched(served: process.Served, repo: Path, watchers: int, connections: int) -> Table:

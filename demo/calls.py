@@ -87,7 +87,7 @@ async def _postgresql_call(stack: AsyncExitStack, address: str, sql: str) -> Cal
     return call
 
 
-def connector(address: str) -> Callable[[AsyncExitStack, str, str], Awaitable[Call]]:
+def make_connector(address: str) -> Callable[[AsyncExitStack, str, str], Awaitable[Call]]:
     """What makes a client's way to an address: its connection goes with the stack."""
     ways = {HTTP: _http_call, POSTGRESQL: _postgresql_call}
     otherwise = _several_call if "," in address else _grpc_call

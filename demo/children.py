@@ -67,7 +67,7 @@ class Children:
             self.stop(child)
         self._folders.close()
 
-    def folder(self, prefix: str) -> Path:
+    def make_folder(self, prefix: str) -> Path:
         """A new folder with a short path, removed when they are left: a socket's may have 107
         bytes."""
         made = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
@@ -112,7 +112,7 @@ class Children:
         child.process.wait()
 
 
-def first_line(child: Child, pattern: str, seconds: float) -> str:
+def wait_for_line(child: Child, pattern: str, seconds: float) -> str:
     """The first line of its standard output that a pattern matches. Raises NobackfillError where
     it ended, UnavailableError where none came in time."""
     deadline = time.monotonic() + seconds

@@ -6,13 +6,13 @@ import secrets
 import sys
 from pathlib import Path
 
-from demo.children import Children, first_line
+from demo.children import Children, wait_for_line
 from demo.serve import free_addresses
 
 _SECONDS = 120
 
 
-def start(children: Children) -> list[str]:
+def start_cluster(children: Children) -> list[str]:
     """Start a node with this machine's processors, where Ray is installed; the arguments of
     `gateway serve` for it. Raises UnavailableError."""
     processors = str(len(os.sched_getaffinity(0)))
@@ -28,8 +28,8 @@ def start(children: Children) -> list[str]:
             *("--node-ip-address", "127.0.0.1", "--port", address.rpartition(":")[2]),
             *("--ray-client-server-port", client.rpartition(":")[2], "--num-cpus", processors),
             *("--include-dashboard", "false", "--disable-usage-stats"),
-            *("--temp-dir", children.folder("ray-")),
+            *("--temp-dir", children.make_folder("ray-")),
         ],
     )
-    first_line(ray, r".*Ray runtime started", _SECONDS)
+    wait_for_line(ray, r".*Ray runtime started", _SECONDS)
     return ["--ray", address]

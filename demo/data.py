@@ -26,7 +26,7 @@ MIN_IMAGES = 13  # of one class, so that every part gets one
 
 
 @dataclass(frozen=True)
-class Cut:
+class ImageSplit:
     """What was cut: classes that the old model learns, the first half of them, and all, which the
     new one learns; images of the old ones, and of all, to train on; the largest side for the
     models' input."""
@@ -75,7 +75,7 @@ def classes_of(images: Path, limit: int | None) -> dict[str, list[Path]]:
     return classes
 
 
-def cut(files: Sequence[Path], seed: int) -> Iterator[tuple[str, list[Path]]]:
+def split_files(files: Sequence[Path], seed: int) -> Iterator[tuple[str, list[Path]]]:
     """Deal the files of one class out to PARTS, shuffled by seed.
 
     Every part gets at least one, and "eval", which is halved into calibration and gate, at least
@@ -92,7 +92,7 @@ def cut(files: Sequence[Path], seed: int) -> Iterator[tuple[str, list[Path]]]:
         yield part, shuffled[start:end]
 
 
-def prepare(into: Path, images: Path | None, *, seed: int, limit: int | None) -> Cut:
+def prepare_images(into: Path, images: Path | None, *, seed: int, limit: int | None) -> ImageSplit:
     """Copy images (None: the digits) to INTO/PART/CLASS/NAME.
 
     A file that Pillow cannot read is refused by name. The images given are only read.
@@ -106,7 +106,7 @@ def prepare(into: Path, images: Path | None, *, seed: int, limit: int | None) ->
     sides: list[int] = []
     trained: dict[str, int] = {}
     for name, files in classes.items():
-        for part, chosen in cut(files, seed):
+        for part, chosen in split_files(files, seed):
             if part == "train":
                 trained[name] = len(chosen)
             target = into / part / name
@@ -116,10 +116,16 @@ def prepare(into: Path, images: Path | None, *, seed: int, limit: int | None) ->
                 shutil.copyfile(file, target / file.name)
     new = list(trained)
     old = new[: len(new) // 2]
-    return Cut(old, new, sum(trained[name] for name in old), sum(trained.values()), size_for(sides))
+    return ImageSplit(
+        old,
+        new,
+        sum(trained[name] for name in old),
+        sum(trained.values()),
+        choose_image_size(sides),
+    )
 
 
-def size_for(sides: Sequence[int]) -> int:
+def choose_image_size(sides: Sequence[int]) -> int:
     """The models' input for pictures of which half are no smaller."""
     middle = sorted(sides)[len(sides) // 2]
     return max((size for size in SIZES if size <= middle), default=SIZES[0])

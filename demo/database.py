@@ -18,12 +18,12 @@ _SECONDS = 60
 _INSTALL = "pginstall18"
 
 
-def start(children: Children, folder: Path) -> str:
+def start_database(children: Children, folder: Path) -> str:
     """Start it, and wait until it answers; its address. What it holds stays in `folder`. Raises
     ConfigurationError, UnavailableError."""
-    programs = make(folder)
+    programs = make_database(folder)
     _wait_for_the_last(folder / "data" / "postmaster.pid")
-    sockets = children.folder("pg-")
+    sockets = children.make_folder("pg-")
     if USER:
         shutil.chown(sockets, USER)
     child = children.start(
@@ -48,7 +48,7 @@ def start(children: Children, folder: Path) -> str:
     return f"postgresql://postgres@/postgres?host={sockets}"
 
 
-def make(folder: Path) -> Path:
+def make_database(folder: Path) -> Path:
     """Lay out what PostgreSQL keeps, empty, in `folder`/data unless it is there; the folder of its
     programs. Raises ConfigurationError, UnavailableError, saying why it cannot start here."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def make(folder: Path) -> Path:
         shutil.chown(folder, USER)
     done = subprocess.run(
         [
-            *(*as_user(), str(programs / "initdb"), "-D", str(aside)),
+            *(*user_command(), str(programs / "initdb"), "-D", str(aside)),
             *("-U", "postgres", "-A", "trust"),
             *("-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"),
         ],
@@ -79,7 +79,7 @@ def make(folder: Path) -> Path:
     return programs
 
 
-def as_user() -> list[str]:
+def user_command() -> list[str]:
     """What a command begins with that USER is to run. `subprocess` can do it, too, by a fork of its
     own, in which gRPC's threads meet the files that it closes, and end it."""
     return ["setpriv", *_drops()] if USER else []

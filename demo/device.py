@@ -24,7 +24,7 @@ class Device:
     def _command(self, *arguments: str | Path) -> list[str | Path]:
         return [COMMAND, "--gallery", self.gallery, *arguments]
 
-    def make(self, source: str, root: Path, images: Path) -> int:
+    def create(self, source: str, root: Path, images: Path) -> int:
         """A new gallery that follows `source` and trusts `root`, with images; how many it holds."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -41,7 +41,7 @@ class Device:
         )
         return answer
 
-    def ask(self, queries: Mapping[str, Path], k: int) -> dict[str, list[str]]:
+    def search(self, queries: Mapping[str, Path], k: int) -> dict[str, list[str]]:
         """Search for every query's image; CLASS/NAME of its k nearest items, nearest first."""
         output = self._children.run(
             "device-search",

@@ -17,7 +17,7 @@ _SETTLED = 300
 _TRIES, _PAUSE = 6, 5.0
 
 
-def images_in(folder: Path) -> dict[str, Path]:
+def list_images(folder: Path) -> dict[str, Path]:
     """The images of a folder of class folders, by their path CLASS/NAME."""
     return {f"{path.parent.name}/{path.name}": path for path in sorted(folder.glob("*/*"))}
 
@@ -28,18 +28,20 @@ def connect(address: str) -> Gateway:
     return Gateway(address, seconds=DEADLINE, retries="," in address)
 
 
-def create(gateway: Gateway, name: str) -> None:
+def create_gallery(gateway: Gateway, name: str) -> None:
     """Make an empty gallery, in place of one that a killed run left behind."""
     if name in {gallery.name for gallery in gateway.list_galleries()}:
         gateway.delete_gallery(name)
     gateway.create_gallery(name)
 
 
-def put(gateway: Gateway, name: str, folder: Path, stored: Callable[[int], object]) -> list[str]:
+def put_images(
+    gateway: Gateway, name: str, folder: Path, stored: Callable[[int], object]
+) -> list[str]:
     """Put every image of a folder; the ids, CLASS/NAME. Begins again where the gateway is busy or
     its model server is away, since a put of the same item changes nothing. Raises InvalidInputError
     where an image is refused, UnavailableError after `_TRIES` tries."""
-    images = images_in(folder)
+    images = list_images(folder)
 
     def items() -> Iterator[gallery_pb2.PutItem]:
         for id_, path in images.items():
@@ -58,7 +60,9 @@ def put(gateway: Gateway, name: str, folder: Path, stored: Callable[[int], objec
     return list(images)
 
 
-def ask(gateway: Gateway, name: str, queries: Mapping[str, Path], k: int) -> dict[str, list[str]]:
+def search_images(
+    gateway: Gateway, name: str, queries: Mapping[str, Path], k: int
+) -> dict[str, list[str]]:
     """Search for every query's image; the ids of its k nearest items, nearest first."""
     k = min(k, LARGEST_K)
     return {
@@ -73,7 +77,7 @@ def active_release(gateway: Gateway) -> int | None:
     return next((n for n, s in states.items() if s == release_pb2.RELEASE_STATE_ACTIVE), None)
 
 
-def settled_release(gateway: Gateway) -> int | None:
+def wait_for_settled_release(gateway: Gateway) -> int | None:
     """The release that answers, once an activation that a killed run began has come to its end."""
     deadline = time.monotonic() + _SETTLED
     activating = release_pb2.RELEASE_STATE_ACTIVATING

@@ -35,15 +35,15 @@ class Gateways:
     def start(self, number: int, *further: str) -> Child:
         """One of them, with `further` arguments."""
         if self.count > 1 and not self._shared:
-            store = database.start(self._children, self._out / "postgresql")
-            self._shared = ["--store", store, *cluster.start(self._children)]
+            store = database.start_database(self._children, self._out / "postgresql")
+            self._shared = ["--store", store, *cluster.start_cluster(self._children)]
         name = f"gateway-{number + 1}" if number else "gateway"
-        return serve.start(
+        return serve.start_gateway(
             self._children, self._out / "model_repo", self._out / name, self._addresses[number],
             *self._shared, *further, name=f"{name}-again" if self.killed else name,
         )  # fmt: skip
 
-    def activate(self, release: int, rollout: str) -> serve.Activation:
+    def activate(self, release: int, rollout: str) -> serve.ActivationTiming:
         """Activate a release and time it. Where there are two, the one that leads is killed once it
         carries items; the other leads on, and the first is started again. Raises PreconditionError
         where the release failed."""
@@ -51,9 +51,9 @@ class Gateways:
         first, _ = self._addresses[0]
         with gateway.connect(first) as connection:
             if self.count == 1:
-                return serve.activate(connection, release, rollout)
+                return serve.activate_release(connection, release, rollout)
             reports = connection.activate(release, rollout=rollout)
-            activation = serve.timed(self._deposed(reports, release))
+            activation = serve.time_activation(self._deposed(reports, release))
         if self.killed:
             self._running[0] = self.start(0)
         return activation
@@ -73,7 +73,7 @@ class Gateways:
         if not self.killed:
             return
         with gateway.connect(self.address()) as connection:
-            if gateway.settled_release(connection) != release:
+            if gateway.wait_for_settled_release(connection) != release:
                 raise PreconditionError(
                     f"release {release} was not activated after its gateway was killed; see the "
                     "other's log"

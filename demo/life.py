@@ -27,7 +27,7 @@ from nobackfill.errors import BusyError, CannotWriteError, NobackfillError
 Rollout = Literal["cutover", "dual", "direct"]
 
 
-def live(options: Options, *, stay: bool) -> None:
+def run_life(options: Options, *, stay: bool) -> None:
     """Run every step that is not done yet, then write and show the reports."""
     journal = Journal(options.out / "journal.json", options.as_kept())
     with Children(options.out / "logs") as children:
@@ -42,35 +42,35 @@ def live(options: Options, *, stay: bool) -> None:
             with screen.step(title):
                 result = work()
             journal.finish(name, result, time.monotonic() - start)
-    figures = summary.report(journal)
+    figures = summary.make_report(journal)
     (options.out / "report.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
-    report = page.write(options.out, figures, options.seed)
-    summary.show(figures)
+    report = page.write_report(options.out, figures, options.seed)
+    summary.print_report(figures)
     print(f"\nPictures: {report}, {options.out}/upgrade.html")
     print(f"Figures:  {options.out}/report.json; begin anew with --fresh or another --out")
     if stay:
-        show(options, figures)
+        serve_pages(options, figures)
     else:
         print(f"Look at this life: {report.as_uri()}")
 
 
-def show(options: Options, figures: dict[str, Any]) -> None:
+def serve_pages(options: Options, figures: dict[str, Any]) -> None:
     """Keep the life's pages open until Ctrl-C, the report with links to all of them."""
     try:
         with Children(options.out / "logs") as children:
-            links = pages.start(options.out, children, options.store)
-            report = page.write(options.out, figures, options.seed, links)
+            links = pages.start_pages(options.out, children, options.store)
+            report = page.write_report(options.out, figures, options.seed, links)
             for what, address in links.items():
                 print(f"{what}: {address}")
             print(f"Look at this life, until Ctrl-C: {report.as_uri()}", flush=True)
-            pages.wait()
+            pages.wait_for_interrupt()
     finally:
         # Nobody answers at the addresses any more, however this ends.
-        page.write(options.out, figures, options.seed)
+        page.write_report(options.out, figures, options.seed)
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
+def lock_folder(out: Path) -> Iterator[None]:
     """Hold the folder for one run. Raises BusyError where another run holds it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -203,14 +203,14 @@ def command(
         steady_seconds=steady_seconds,
         force=force,
     )
-    with alone(options.out):
+    with lock_folder(options.out):
         if fresh and (options.out / "journal.json").exists():
             for path in options.out.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
-        live(options, stay=stay)
+        run_life(options, stay=stay)
 
 
 def main() -> None:

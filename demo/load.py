@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from demo.calls import Call, connector
+from demo.calls import Call, make_connector
 from nobackfill.errors import NobackfillError
 from nobackfill.v1 import search_pb2
 
@@ -87,7 +87,7 @@ def read_requests(path: Path) -> list[tuple[bytes, str]]:
     return requests
 
 
-def judge(response: search_pb2.SearchResponse, nearest: str = "", k: int = 0) -> str:
+def judge_response(response: search_pb2.SearchResponse, nearest: str = "", k: int = 0) -> str:
     """OK, or what is wrong: hits there must be, nearest first, each once; where `nearest` is known,
     it first of all and `k` in number."""
     hits = response.hits
@@ -186,7 +186,7 @@ async def _client(
         if judged and outcome == OK:
             response = search_pb2.SearchResponse.FromString(answer)
             k = search_pb2.SearchRequest.FromString(request).k
-            outcome, release = judge(response, nearest, k), response.release
+            outcome, release = judge_response(response, nearest, k), response.release
         run.starts.append(started)
         run.latencies.append(ended - started)
         run.outcomes.append(outcome)
@@ -196,7 +196,7 @@ async def _client(
 
 async def _run(task: dict[str, Any]) -> Run:
     requests = read_requests(Path(task["requests"]))
-    connect = connector(task["address"])
+    connect = make_connector(task["address"])
     run = Run()
     async with AsyncExitStack() as stack:
         calls = [

@@ -43,7 +43,7 @@ class Query:
     columns: list[list[Tile]]
 
 
-def write(
+def write_report(
     out: Path, figures: dict[str, Any], seed: int, links: Mapping[str, str] | None = None
 ) -> Path:
     """Write OUT/report.html from the answers kept in OUT/answers; `links`: what is shown live ->

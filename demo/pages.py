@@ -4,7 +4,7 @@ import json
 import threading
 from pathlib import Path
 
-from demo.children import Children, first_line
+from demo.children import Children, wait_for_line
 from demo.device import COMMAND as EDGE_CLIENT
 from demo.gateways import Gateways, Store
 from demo.serve import free_addresses
@@ -13,7 +13,7 @@ from demo.serve import free_addresses
 _START_SECONDS = 60
 
 
-def start(out: Path, children: Children, store: Store = "sqlite") -> dict[str, str]:
+def start_pages(out: Path, children: Children, store: Store = "sqlite") -> dict[str, str]:
     """Start both; what each shows -> its address. Call it when every step was done."""
     _lay_back(out)
     (console,) = free_addresses(1)
@@ -22,14 +22,14 @@ def start(out: Path, children: Children, store: Store = "sqlite") -> dict[str, s
         "browse",
         [EDGE_CLIENT, "--gallery", out / "device" / "gallery.sqlite", "browse", "--json"],
     )
-    shown = first_line(browse, r"\{", _START_SECONDS)
+    shown = wait_for_line(browse, r"\{", _START_SECONDS)
     return {
         "the device's gallery": str(json.loads(shown)["address"]),
-        "the gateway's console": first_line(gateway, "console: ", _START_SECONDS).split()[1],
+        "the gateway's console": wait_for_line(gateway, "console: ", _START_SECONDS).split()[1],
     }
 
 
-def wait() -> None:
+def wait_for_interrupt() -> None:
     """Until Ctrl-C."""
     try:
         threading.Event().wait()

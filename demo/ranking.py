@@ -25,7 +25,7 @@ def average_precision(matches: Sequence[bool], relevant: int) -> float:
     return total / relevant
 
 
-def quality(answers: Answers, items: Iterable[str]) -> dict[str, float]:
+def compute_quality(answers: Answers, items: Iterable[str]) -> dict[str, float]:
     """CMC-1, CMC-5 and mAP in percent of `answers` over a gallery of `items` (paths CLASS/NAME).
 
     Queries whose class the gallery does not hold are left out, as there is nothing to find.
@@ -42,7 +42,7 @@ def quality(answers: Answers, items: Iterable[str]) -> dict[str, float]:
     return {name: round(100 * value / len(asked), 2) for name, value in sums.items()}
 
 
-def agreement(one: Answers, other: Answers, k: int) -> float:
+def measure_agreement(one: Answers, other: Answers, k: int) -> float:
     """Percent of the first k hits that two answers to the same query share, in any order."""
     shared = sum(len(set(one[query][:k]) & set(other[query][:k])) for query in one)
     return round(100 * shared / (k * len(one)), 2)

@@ -67,7 +67,7 @@ class Recipes:
         Both networks of a release train side by side; the side-information encoder takes longer,
         since it sees each image twice.
         """
-        seconds = step_seconds(_backbone(self.image_size), self.image_size)
+        seconds = measure_step_seconds(_backbone(self.image_size), self.image_size)
         epochs = self.epochs or _configured("side_encoder-2", "epochs")
         return _OVERHEAD * 2 * epochs * (old_images + new_images) * seconds
 
@@ -115,7 +115,7 @@ class Recipes:
         return Recipe(config, self.run(name), epochs, common | settings)
 
 
-def affordable(recipes: Recipes, old_images: int, new_images: int) -> tuple[Recipes, float]:
+def choose_affordable(recipes: Recipes, old_images: int, new_images: int) -> tuple[Recipes, float]:
     """The largest input, and with the smallest one the most epochs, that train within
     TRAINING_SECONDS; with the estimate in seconds.
 
@@ -133,7 +133,7 @@ def affordable(recipes: Recipes, old_images: int, new_images: int) -> tuple[Reci
     return replace(recipes, epochs=epochs), seconds * epochs / configured
 
 
-def step_seconds(backbone: str, image_size: int) -> float:
+def measure_step_seconds(backbone: str, image_size: int) -> float:
     """Measure one training step of a network on one core, in seconds an image."""
     import torch
 

@@ -13,7 +13,7 @@ Bar = Callable[[float], None]
 LINE_EVERY = 30.0
 
 
-def minutes(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration for people, e.g. "40 seconds" or "12 minutes"."""
     if seconds < 100:
         return f"{max(1, round(seconds))} seconds"
@@ -32,20 +32,20 @@ class Screen:
         self._number = 0
         self._bars: Progress | None = None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text)
 
     def skip(self, title: str) -> None:
         """Tell of a step that an earlier, interrupted run finished."""
         self._number += 1
-        self.say(f"[dim]{self._number:2}/{self.steps} {title}: done before[/dim]")
+        self.print_line(f"[dim]{self._number:2}/{self.steps} {title}: done before[/dim]")
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         """A step under way; bars may be added to it."""
         self._number += 1
         start = time.monotonic()
-        self.say(f"[bold]{self._number:2}/{self.steps} {title}[/bold]")
+        self.print_line(f"[bold]{self._number:2}/{self.steps} {title}[/bold]")
         columns = (
             TextColumn("      {task.description:<34}"),
             BarColumn(),
@@ -56,7 +56,7 @@ class Screen:
         with Progress(*columns, console=self._console, disable=not visible) as self._bars:
             yield
         self._bars = None
-        self.say(f"      done in {time.monotonic() - start:.1f} s")
+        self.print_line(f"      done in {time.monotonic() - start:.1f} s")
 
     def bar(self, name: str, total: float) -> Bar:
         """A bar of the present step; call it with what is done so far, of `total`."""
@@ -71,7 +71,7 @@ class Screen:
             if not self._console.is_terminal and now - said >= LINE_EVERY:
                 said = now
                 left = (now - began) * (total - done) / done if done else None
-                rest = "" if left is None else f", about {minutes(left)} left"
-                self.say(f"      {name}: {done:g} of {total:g}{rest}")
+                rest = "" if left is None else f", about {format_duration(left)} left"
+                self.print_line(f"      {name}: {done:g} of {total:g}{rest}")
 
         return update

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from demo import gateway
 from demo.children import Child, Children
-from demo.latency import Window
+from demo.latency import ActivationWindow
 from demo.load import SEARCH, Load, Run, write_requests
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, search_pb2
@@ -35,7 +35,7 @@ def free_addresses(count: int) -> list[str]:
     return addresses
 
 
-def start(
+def start_gateway(
     children: Children, model_repo: Path, data: Path, addresses: Sequence[str], *further: str,
     name: str = "gateway",
 ) -> Child:  # fmt: skip
@@ -66,14 +66,14 @@ def start(
 
 
 @contextmanager
-def under_load(address: str, name: str, queries: Path, clients: int) -> Iterator[Run]:
+def run_load(address: str, name: str, queries: Path, clients: int) -> Iterator[Run]:
     """Clients at work inside the context, from their first answers on; what they met is there
     after it."""
     messages = [
         search_pb2.SearchRequest(
             gallery=name, query=search_pb2.Query(image=path.read_bytes()), k=HITS
         ).SerializeToString()
-        for path in gateway.images_in(queries).values()
+        for path in gateway.list_images(queries).values()
     ]
     met = Run()
     with tempfile.TemporaryDirectory() as folder, Load() as load:
@@ -84,22 +84,22 @@ def under_load(address: str, name: str, queries: Path, clients: int) -> Iterator
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationTiming:
     """How a release came into use."""
 
-    window: Window
+    window: ActivationWindow
     # Items carried over, and the seconds between the first and the last report of it.
     items: int
     upgrade_seconds: float
     phases: list[str]
 
 
-def activate(connection: Gateway, release: int, rollout: str) -> Activation:
+def activate_release(connection: Gateway, release: int, rollout: str) -> ActivationTiming:
     """Activate a release and time it. Raises PreconditionError where the release failed."""
-    return timed(connection.activate(release, rollout=rollout))
+    return time_activation(connection.activate(release, rollout=rollout))
 
 
-def timed(reports: Iterator[release_pb2.ActivateReleaseResponse]) -> Activation:
+def time_activation(reports: Iterator[release_pb2.ActivateReleaseResponse]) -> ActivationTiming:
     """What the reports of an activation tell, read to its end."""
     phases: list[str] = []
     upgrading: list[float] = []
@@ -116,4 +116,4 @@ def timed(reports: Iterator[release_pb2.ActivateReleaseResponse]) -> Activation:
             upgrading.append(time.monotonic())
     end = time.monotonic()
     seconds = upgrading[-1] - upgrading[0] if len(upgrading) > 1 else end - start
-    return Activation(Window(start, end), items, seconds, phases)
+    return ActivationTiming(ActivationWindow(start, end), items, seconds, phases)

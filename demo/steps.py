@@ -15,10 +15,10 @@ from demo.children import Children
 from demo.device import Device
 from demo.gateways import Gateways, Store
 from demo.journal import Journal, Result
-from demo.latency import summary
-from demo.ranking import Answers, agreement, quality
-from demo.recipes import Recipes, affordable
-from demo.screen import Screen, minutes
+from demo.latency import latency_summary
+from demo.ranking import Answers, compute_quality, measure_agreement
+from demo.recipes import Recipes, choose_affordable
+from demo.screen import Screen, format_duration
 
 # Galleries of the gateway: the server's own, and one with the device's images, to compare with it.
 SERVER, MIRROR = "photos", "device-mirror"
@@ -114,11 +114,11 @@ class Life:
         )
 
     def queries(self) -> dict[str, Path]:
-        return gateway.images_in(self.data / "queries")
+        return gateway.list_images(self.data / "queries")
 
     def cut_images(self) -> Result:
         options = self.options
-        cut = data.prepare(
+        cut = data.prepare_images(
             self.data, options.images, seed=options.seed, limit=options.images_per_class
         )
         result = dataclasses.asdict(cut) | {"epochs": None}
@@ -126,34 +126,34 @@ class Life:
             recipes = self._recipes(options.image_size or cut.image_size, options.epochs)
             sizes = cut.old_images, cut.new_images
             if options.image_size is None and options.epochs is None:
-                recipes, seconds = affordable(recipes, *sizes)
+                recipes, seconds = choose_affordable(recipes, *sizes)
                 result |= {"image_size": recipes.image_size, "epochs": recipes.epochs}
             else:
                 seconds = recipes.seconds(*sizes)
             epochs = "the configured" if recipes.epochs is None else recipes.epochs
-            self.screen.say(
+            self.screen.print_line(
                 f"      {cut.new_images:,} images of {len(cut.new)} classes to train on. Training "
-                f"takes about {minutes(seconds)} with {recipes.image_size} pixels and {epochs} "
-                "epochs. Choose others with DEMO_ARGS='--image-size N --epochs N'."
+                f"takes about {format_duration(seconds)} with {recipes.image_size} pixels and "
+                f"{epochs} epochs. Choose others with DEMO_ARGS='--image-size N --epochs N'."
             )
         return result
 
     def train_1(self) -> Result:
         cut = self.journal["data"]
         networks = self.recipes().networks(1, len(cut["old"]), cut["old_images"])
-        train.train(self.children, self.screen, networks)
+        train.train_all(self.children, self.screen, networks)
         return {}
 
     def train_2(self) -> Result:
         cut = self.journal["data"]
         networks = self.recipes().networks(2, len(cut["new"]), cut["new_images"])
-        train.train(self.children, self.screen, networks)
-        train.train(self.children, self.screen, [self.recipes().upgrade(cut["new_images"])])
+        train.train_all(self.children, self.screen, networks)
+        train.train_all(self.children, self.screen, [self.recipes().upgrade(cut["new_images"])])
         return {}
 
     def publish(self, release: int) -> Result:
         evaluation = self.data / "eval"
-        train.publish(
+        train.publish_release(
             self.children, self.model_repo, release, self.runs, evaluation, self.options.force
         )
         return {}
@@ -163,16 +163,16 @@ class Life:
             items = {}
             for name, part in ((SERVER, "server"), (MIRROR, "device")):
                 folder = self.data / part
-                bar = self.screen.bar(f"put {part} images", len(gateway.images_in(folder)))
-                gateway.create(connection, name)
-                items[name] = gateway.put(connection, name, folder, bar)
+                bar = self.screen.bar(f"put {part} images", len(gateway.list_images(folder)))
+                gateway.create_gallery(connection, name)
+                items[name] = gateway.put_images(connection, name, folder, bar)
         return {"items": items[SERVER]}
 
     def fill_device(self) -> Result:
         source = f"grpc://{self.gateways.address()}"
         root = self.model_repo / "1.root.json"
-        items = self.device.make(source, root, self.data / "device")
-        return {"items": items, "ids": list(gateway.images_in(self.data / "device"))}
+        items = self.device.create(source, root, self.data / "device")
+        return {"items": items, "ids": list(gateway.list_images(self.data / "device"))}
 
     def measure(self, name: str) -> Result:
         """What Search answers on the server and on the device, and whether the two agree."""
@@ -180,14 +180,14 @@ class Life:
         device_ids = self.journal["device"]["ids"]
         queries = self.queries()
         with gateway.connect(self.gateways.address()) as connection:
-            on_server = gateway.ask(connection, SERVER, queries, len(server_ids))
-            on_mirror = gateway.ask(connection, MIRROR, queries, len(device_ids))
-        on_device = self.device.ask(queries, len(device_ids))
+            on_server = gateway.search_images(connection, SERVER, queries, len(server_ids))
+            on_mirror = gateway.search_images(connection, MIRROR, queries, len(device_ids))
+        on_device = self.device.search(queries, len(device_ids))
         self._keep_answers(name, on_server)
         return {
-            "server": quality(on_server, server_ids),
-            "device": quality(on_device, device_ids),
-            "agreement": agreement(on_device, on_mirror, COMPARED),
+            "server": compute_quality(on_server, server_ids),
+            "device": compute_quality(on_device, device_ids),
+            "agreement": measure_agreement(on_device, on_mirror, COMPARED),
         }
 
     def forget(self) -> Result:
@@ -201,9 +201,9 @@ class Life:
     def swap(self) -> Result:
         options = self.options
         with gateway.connect(self.gateways.address()) as connection:
-            if gateway.settled_release(connection) == 2:
+            if gateway.wait_for_settled_release(connection) == 2:
                 connection.rollback(confirm=True)
-            with serve.under_load(
+            with serve.run_load(
                 self.gateways.address(), SERVER, self.data / "queries", options.clients
             ) as met:
                 time.sleep(options.steady_seconds)
@@ -211,7 +211,7 @@ class Life:
                 time.sleep(options.steady_seconds)
         window = activation.window
         return {
-            **summary(met.answers, window),
+            **latency_summary(met.answers, window),
             "failures": dict(Counter(met.failures)),
             "swap_seconds": round(window.end - window.start, 2),
             "upgrade_items_per_second": round(activation.items / activation.upgrade_seconds, 1),

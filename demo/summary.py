@@ -16,7 +16,7 @@ ROWS = (
 )
 
 
-def report(journal: Journal) -> dict[str, Any]:
+def make_report(journal: Journal) -> dict[str, Any]:
     """report.json: metrics in percent, latencies in milliseconds."""
     before, after, bounds = journal["before"], journal["after"], journal["bounds"]
     swap, sync = journal["swap"], journal["sync"]
@@ -43,7 +43,7 @@ def report(journal: Journal) -> dict[str, Any]:
     }
 
 
-def show(figures: dict[str, Any]) -> None:
+def print_report(figures: dict[str, Any]) -> None:
     """Print the table and what it means to standard output."""
     cells, server, edge = figures["cells"], figures["server"], figures["edge"]
     table = Table(title="Searches with images that no model was trained on, in percent")

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from demo import gateway, serve
-from demo.adoption.documents import Document, documents
-from demo.adoption.figures import Lists, figures, show
-from demo.adoption.models import lay_out
+from demo.adoption.documents import Document, draw_documents
+from demo.adoption.figures import Lists, compute_figures, print_figures
+from demo.adoption.models import write_model_files
 from demo.children import Children
 from nobackfill.client import Device
 from nobackfill.errors import NobackfillError
@@ -43,25 +43,34 @@ class Releases:
         self._repo = folder / "model_repo"
         self._begun = time.monotonic()
 
-    def run(self, pairs: int, measured: int, items: int, asked: int) -> None:
-        docs = documents(self._packages, pairs + measured + items)
-        known, held, kept = docs[:pairs], docs[pairs:][:measured], docs[pairs + measured :]
-        models = lay_out(self._packages, self._folder / "models")
+    def run(self, pair_count: int, measured_count: int, item_count: int, query_count: int) -> None:
+        docs = draw_documents(self._packages, pair_count + measured_count + item_count)
+        known, held, kept = (
+            docs[:pair_count],
+            docs[pair_count:][:measured_count],
+            docs[pair_count + measured_count :],
+        )
+        models = write_model_files(self._packages, self._folder / "models")
         upgrade = self._fitted(self._lines("known", known), models)
         self._export(1, models[0])
         address, metrics = serve.free_addresses(2)
         notes = self._lines("notes", kept)
         options = ("--triton", "in-process", "--item-folder", str(self._folder))
-        serve.start(self._children, self._repo, self._folder / "data", (address, metrics), *options)
+        serve.start_gateway(
+            self._children, self._repo, self._folder / "data", (address, metrics), *options
+        )
         with (
             gateway.connect(address) as connection,
             Device.create(
                 self._folder / "gallery.sqlite", str(self._repo), self._repo / "1.root.json"
             ) as device,
         ):
-            gateway.create(connection, GALLERY)
+            gateway.create_gallery(connection, GALLERY)
             self._gateway(address, "put", GALLERY, notes)
-            titles, answers = [d.title for d in kept[:asked]], [str(n) for n in range(asked)]
+            titles, answers = (
+                [d.title for d in kept[:query_count]],
+                [str(n) for n in range(query_count)],
+            )
             lists = {"old model": _searched(connection, titles)}
             device.put_texts({str(n): one.body for n, one in enumerate(kept)})
             on_device = {"old model": _found(device, titles)}
@@ -85,8 +94,8 @@ class Releases:
                 raise NobackfillError("the device does not find what it found before")
         own = lists["all healed"]
         lists |= {f"{name}, device": found for name, found in on_device.items()}
-        found = {name: figures(one, answers, own) for name, one in lists.items()}
-        show(found, len(kept), asked, "note")
+        found = {name: compute_figures(one, answers, own) for name, one in lists.items()}
+        print_figures(found, len(kept), query_count, "note")
         told = {name: asdict(one) for name, one in found.items()}
         (self._folder / "releases.json").write_text(json.dumps(told, indent=1))
         self._say("done")

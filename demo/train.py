@@ -21,7 +21,7 @@ def epochs_done(run: Path) -> int:
     return int(json.loads(whole[-1])["epoch"]) if whole else 0
 
 
-def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None:
+def train_all(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None:
     """Train side by side, one core each. Raises NobackfillError when the first of them fails."""
     running: list[tuple[Child, Recipe, Bar]] = []
     for recipe in recipes:
@@ -41,7 +41,7 @@ def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None
 PUBLICATION = Path(sys.executable).with_name("publication")
 
 
-def published(children: Children, model_repo: Path) -> set[int]:
+def published_releases(children: Children, model_repo: Path) -> set[int]:
     """The numbers of the releases in a publication folder."""
     if not (model_repo / "timestamp.json").exists():
         return set()
@@ -52,14 +52,14 @@ def published(children: Children, model_repo: Path) -> set[int]:
     return {release["release"] for release in json.loads(listed)["releases"]}
 
 
-def publish(
+def publish_release(
     children: Children, model_repo: Path, release: int, runs: Path, evaluation: Path, force: bool
 ) -> None:
     """Export, check, measure and sign a release; one that is there already is left alone.
 
     `force` publishes a release that does not pass its gate; its manifest says so.
     """
-    if release in published(children, model_repo):
+    if release in published_releases(children, model_repo):
         return
     command: list[str | Path] = [
         *(sys.executable, "training/export.py", "--model-repo", model_repo),

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from demo import pages
 from demo.children import Children
-from demo.life import alone
+from demo.life import lock_folder
 from nobackfill.durable import write_file
 from nobackfill.errors import NobackfillError, NotFoundError, UnavailableError
 
@@ -49,10 +49,10 @@ def draw(life: Path, into: Path) -> Iterator[Path]:
     if chromium is None:
         raise UnavailableError("no chromium here: apt-get install chromium")
     player: Playwright
-    with alone(life), sync_playwright() as player, Children(life / "logs") as children:
+    with lock_folder(life), sync_playwright() as player, Children(life / "logs") as children:
         browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield from _reports(browser, life, into)
-        yield from _live(browser, pages.start(life, children), next(_queries(life)), into)
+        yield from _live(browser, pages.start_pages(life, children), next(_queries(life)), into)
         browser.close()
 
 

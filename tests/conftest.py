@@ -114,7 +114,7 @@ def chroma_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     if not chroma.PROGRAM.exists():
         pytest.skip("Chroma is not tested: build/chroma is not there")
-    with chroma.running(tmp_path_factory.mktemp("chroma")) as address:
+    with chroma.run_chroma(tmp_path_factory.mktemp("chroma")) as address:
         yield address
 
 

@@ -13,19 +13,19 @@ import typer
 from numpy.typing import NDArray
 
 from bench.adoption.beside import NOTE as BESIDE
-from bench.adoption.beside import beside
+from bench.adoption.beside import compare_rivals
 from bench.adoption.covering import NOTE as COVERING
-from bench.adoption.covering import covering
+from bench.adoption.covering import coverage_rows
 from bench.adoption.curves import AGAINST_OLD, AGAINST_OLD_TITLE
 from bench.adoption.curves import NOTE as CURVES
 from bench.adoption.maps_alone import NOTE as MAPS_ALONE
 from bench.adoption.maps_alone import maps_alone
-from bench.adoption.parts import Part, run
-from bench.adoption.texts import Corpus, descriptions, embedded, operations
-from bench.adoption.trial import Trial, corrected
+from bench.adoption.parts import Part, run_parts
+from bench.adoption.texts import Corpus, embed_documents, read_operations, read_package_descriptions
+from bench.adoption.trial import Trial, correction_rows
 from bench.harness import Row, Value
-from demo.adoption.models import LONGEST, lay_out
-from demo.adoption.transformer import export
+from demo.adoption.models import LONGEST, write_model_files
+from demo.adoption.transformer import export_transformer
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors
 
@@ -65,30 +65,31 @@ def main(
     ] = "",
 ) -> None:
     """Measure verdicts, maps, converters and valleys, and keep the tables."""
-    models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))
+    models = dict(zip(("L3", "L6"), write_model_files(packages, out / "models"), strict=True))
     if mpnet is not None:
         file = mpnet / "model.onnx"
-        models["mpnet"] = file if file.exists() else export(mpnet, LONGEST)
+        models["mpnet"] = file if file.exists() else export_transformer(mpnet, LONGEST)
         # No more than its graph takes.
         sizes = {"max_seq_length": LONGEST, "do_lower_case": False}
         (mpnet / "sentence_bert_config.json").write_text(json.dumps(sizes))
-    corpora = [operations(packages, 4000)]
+    corpora = [read_operations(packages, 4000)]
     if lists is not None:
-        corpora.append(descriptions(lists, DRAWN))
+        corpora.append(read_package_descriptions(lists, DRAWN))
     trials = [trial for corpus in corpora for trial in _trials(corpus, models, out)]
-    parts = [Part("The verdict and the truth", trial.name, trial.verdict) for trial in trials]
+    parts = [Part("The verdict and the truth", trial.name, trial.verdict_rows) for trial in trials]
     parts += [Part("Maps alone", trial.name, partial(maps_alone, trial)) for trial in trials]
-    parts += [Part("On the way to native", trial.name, trial.healing) for trial in trials]
+    parts += [Part("On the way to native", trial.name, trial.reembedding_rows) for trial in trials]
     parts += [
-        Part("On the way, less the old model", trial.name, trial.against_old) for trial in trials
+        Part("On the way, less the old model", trial.name, trial.rows_against_old)
+        for trial in trials
     ]
     parts += [
-        Part("Beside rivals", trial.name, partial(beside, trial, count))
+        Part("Beside rivals", trial.name, partial(compare_rivals, trial, count))
         for count in (SOME, PAIRS)
         for trial in reversed(trials)
     ]
     parts += [
-        Part("Sampled or at random", trial.name, partial(covering, trial, count))
+        Part("Sampled or at random", trial.name, partial(coverage_rows, trial, count))
         for trial in trials
         for count in (FEW, SOME)
     ]
@@ -96,9 +97,11 @@ def main(
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
         name = f"A converter from {corpora[0].name}, R@1"
-        parts.append(Part(name, own.name, partial(corrected, foreign, own, (FEW, SOME, PAIRS))))
+        parts.append(
+            Part(name, own.name, partial(correction_rows, foreign, own, (FEW, SOME, PAIRS)))
+        )
     parts.append(Part("From inspect to a verdict", "made vectors", lambda: [_seconds(out)]))
-    run("adoption", parts, NOTES, only)
+    run_parts("adoption", parts, NOTES, only)
 
 
 VERDICT = (
@@ -122,14 +125,14 @@ def _trials(corpus: Corpus, models: dict[str, Path], out: Path) -> list[Trial]:
     made, more = {}, {}
     for name in ("L3", "L6"):
         file = out / f"{corpus.name}-{name}.npz"
-        made[name] = embedded(corpus.documents[:MOST], models[name], file)
+        made[name] = embed_documents(corpus.documents[:MOST], models[name], file)
         file = file.with_stem(f"{file.stem}-more")
-        more[name] = embedded(corpus.more, models[name], file).bodies
+        more[name] = embed_documents(corpus.more, models[name], file).bodies
     others = Pairs([], more["L3"], more["L6"])
-    found = [Trial(f"L3 to L6, {corpus.name}", made["L3"], made["L6"], PAIRS, more=others)]
+    found = [Trial(f"L3 to L6, {corpus.name}", made["L3"], made["L6"], PAIRS, more_pairs=others)]
     if "mpnet" in models and "Debian" in corpus.name:
         few = corpus.documents[:MOST_SLOW]
-        large = embedded(few, models["mpnet"], out / f"{corpus.name}-mpnet.npz")
+        large = embed_documents(few, models["mpnet"], out / f"{corpus.name}-mpnet.npz")
         small = made["L6"].first(MOST_SLOW)
         found.append(Trial(f"L6 to mpnet, {corpus.name}", small, large, PAIRS))
     return found

@@ -17,9 +17,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bench.adoption.packaged import lay_out, operations
-from bench.adoption.texts import embedded
-from bench.commands import command
+from bench.adoption.packaged import draw_operations, write_model_files
+from bench.adoption.texts import embed_documents
+from bench.commands import run_command
 from nobackfill.adopt.maps import load_adapter, load_map
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors, normalise
@@ -99,12 +99,12 @@ def _synthetic() -> Iterator[tuple[str, _Gallery]]:
 
 def _public(packages: Path, out: Path) -> Iterator[tuple[str, _Gallery]]:
     """Embed descriptions of operations; the operation's name in words is the query."""
-    corpus = operations(packages, PUBLIC_ITEMS)
-    files = lay_out(packages, out / "models")
+    corpus = draw_operations(packages, PUBLIC_ITEMS)
+    files = write_model_files(packages, out / "models")
     for old, new in PUBLIC_PAIRS:
         if {old, new} <= set(files):
             sides = [
-                embedded(corpus.documents, files[name], out / f"{corpus.name}-{name}.npz")
+                embed_documents(corpus.documents, files[name], out / f"{corpus.name}-{name}.npz")
                 for name in (old, new)
             ]
             rows = np.arange(PUBLIC_ITEMS)
@@ -132,7 +132,8 @@ def _judge(gallery: _Gallery, folder: Path) -> dict[str, object]:
     words += ["by-old.parquet", "--queries-new", "by-new.parquet", "--items-gone", "--json"]
     words += ["--adapter", "adapter.npz", "--out", "map.npz"]
     ways = [
-        command([NOBACKFILL, *words, *more], folder).answer["way"] for more in ([], ["--old-gone"])
+        run_command([NOBACKFILL, *words, *more], folder).answer["way"]
+        for more in ([], ["--old-gone"])
     ]
     adapt, migrate = load_adapter(folder / "adapter.npz"), load_map(folder / "map.npz")
     # Queries that no verdict has read.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.adoption.curves import Labels, gained
+from bench.adoption.curves import Labels, mean_gain
 from bench.harness import Row, Value
 from nobackfill.adopt.judgement import Figures
 
@@ -11,7 +11,9 @@ OURS = "affine"
 _SIGNS = {"holds": "+", "fails": "-", "undecided": "="}
 
 
-def compared(named: Row, way: str, found: dict[str, list[Figures]], labels: Labels | None) -> Row:
+def compare_with_ours(
+    named: Row, way: str, found: dict[str, list[Figures]], labels: Labels | None
+) -> Row:
     """A row of `way`: means of its FIGURES in %, and for each whether it is measurably above (+) or
     below (-) that of OURS; `found`: figures of each query, a draw each, by way; `labels`: the
     classes of all items, of which the first are asked for, where they have any."""
@@ -21,5 +23,5 @@ def compared(named: Row, way: str, found: dict[str, list[Figures]], labels: Labe
         mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
         row[figure] = 100 * float(np.mean(mine))
         if way != OURS:
-            signs += _SIGNS[gained(mine, ours, labels).verdict]
+            signs += _SIGNS[mean_gain(mine, ours, labels).verdict]
     return {**row, "against": signs or None}

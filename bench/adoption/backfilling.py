@@ -18,7 +18,7 @@ _TEMPERATURE = 0.05
 _EPOCHS, _BATCH, _RATE = 12, 256, 3e-4
 
 
-def turned_back(pairs: Pairs, seed: int = 0) -> Turn:
+def train_reverse_transform(pairs: Pairs, seed: int = 0) -> Turn:
     """The reverse query transform: affine, begun as ridge, then metric-compatible contrastive
     learning; the epoch of most neighbours kept among a fifth of the pairs."""
     rng = np.random.default_rng(seed)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.adoption.against import compared
-from bench.adoption.backfilling import turned_back
-from bench.adoption.rivals import local, nearly_orthogonal
+from bench.adoption.against import compare_with_ours
+from bench.adoption.backfilling import train_reverse_transform
+from bench.adoption.rivals import fit_lambda_orthogonal, fit_local_adapters
 from bench.adoption.trial import Trial
-from bench.adoption.unpaired import without_pairs
+from bench.adoption.unpaired import fit_without_pairs
 from bench.harness import Row
 from nobackfill.adopt.crossfit import MANY_DIMS
 from nobackfill.adopt.judgement import Figures, Queries, measure_figures, query_item_distances
@@ -33,26 +33,29 @@ NOTE = (
 Search = Callable[[Queries, Pairs], Block]
 
 
-def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
+def compare_rivals(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
     """Rows of one pair of models with `count` pairs; `draws`: at most, without replacement."""
-    gallery, asked = trial.pairs_of(slice(trial.pairs, None)), trial.queries_of(trial.rest)
+    gallery, asked = (
+        trial.take_pairs(slice(trial.pair_count, None)),
+        trial.take_queries(trial.held_out_slice),
+    )
     alike = Queries(
         gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), are_gallery_items=True
     )
-    starts = range(0, min(draws * count, trial.pairs - count + 1), count)
+    starts = range(0, min(draws * count, trial.pair_count - count + 1), count)
     found: dict[str, list[Figures]] = {}
     for part in (slice(first, first + count) for first in starts):
-        pairs = trial.pairs_of(part)
+        pairs = trial.take_pairs(part)
         searches = _ways(pairs, gallery)
         # The verdict's own, where it had these pairs.
-        whole = count == trial.pairs
-        fitted = trial.said.map if whole else _fitted(pairs, trial.queries_of(part))
+        whole = count == trial.pair_count
+        fitted = trial.fitted_verdict.map if whole else _fitted(pairs, trial.take_queries(part))
         searches["chosen by fit"] = _by(fitted(gallery.old))
         for way, search in searches.items():
             both = _figures(search, gallery, asked) | _figures(search, gallery, alike)
             found.setdefault(way, []).append(both)
     named: Row = {"pair": trial.name, "pairs": count, "draws": len(starts)}
-    return [compared(named, way, found, trial.rest_labels) for way in found]
+    return [compare_with_ours(named, way, found, trial.held_out_labels) for way in found]
 
 
 def _fitted(pairs: Pairs, asked: Queries) -> Map:
@@ -62,18 +65,18 @@ def _fitted(pairs: Pairs, asked: Queries) -> Map:
 
 def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:
     made = fit_maps(pairs.old, pairs.new)
-    turn = turned_back(pairs)
+    turn = train_reverse_transform(pairs)
     ways: dict[str, Search] = {
         "stay": lambda asked, items: query_item_distances(asked.old, items.old),
         **{kind: _by(one(gallery.old)) for kind, one in made.items()},
-        "lambda-orthogonality": _by(nearly_orthogonal(pairs)(gallery.old)),
-        "local adapters": _by(local(pairs)(gallery.old)),
+        "lambda-orthogonality": _by(fit_lambda_orthogonal(pairs)(gallery.old)),
+        "local adapters": _by(fit_local_adapters(pairs)(gallery.old)),
         "reverse query transform": lambda asked, items: query_item_distances(
             turn(asked.new), items.old
         ),
     }
     if max(pairs.old.shape[1], pairs.new.shape[1]) < MANY_DIMS:
-        ways["unpaired"] = _by(without_pairs(gallery.old, pairs.new)(gallery.old))
+        ways["unpaired"] = _by(fit_without_pairs(gallery.old, pairs.new)(gallery.old))
     return ways
 
 

@@ -21,20 +21,20 @@ from bench.adoption.packaged import (
     MODELS,
     Corpus,
     Model,
-    docstrings,
-    glosses,
-    lay_out,
-    operations,
+    draw_docstrings,
+    draw_glosses,
+    draw_operations,
+    write_model_files,
 )
 from bench.adoption.pictures import Pictures
-from bench.adoption.pictures import embedded as embedded_pictures
-from bench.adoption.texts import Embedded, embedded
+from bench.adoption.pictures import embed_pictures as embedded_pictures
+from bench.adoption.texts import EmbeddedDocuments, embed_documents
 from demo.adoption import lite
-from demo.adoption.pictures import found as cut_tiles
+from demo.adoption.pictures import write_photo_tiles as cut_tiles
 from nobackfill.adopt.converters import (
     ConverterCard,
     converter_evidence,
-    describe_model,
+    make_model_card,
     map_to_onnx,
 )
 from nobackfill.adopt.embedding import open_embedder
@@ -81,8 +81,8 @@ _SIGNS = {"holds": "+", "fails": "-", "undecided": "="}
 class Texts:
     """Texts of one kind by the old and the new model, row by row."""
 
-    old: Embedded
-    new: Embedded
+    old: EmbeddedDocuments
+    new: EmbeddedDocuments
 
     def queries(self, count: int, first: int = 0) -> Queries:
         """Return the titles of the first texts, whose items begin at row `first` of a gallery."""
@@ -318,16 +318,19 @@ def _read(path: Path) -> Any:
 
 def _pairs(packages: Path, wordnet: Path, out: Path, only: str) -> Iterator[Pair]:
     """Embed texts and pictures, as far as an earlier run has not, for each pair in turn."""
-    files = lay_out(packages, out / "models")
+    files = write_model_files(packages, out / "models")
     most = max(one.most for one in MODELS.values())
-    fitted, other = [operations(packages, most), glosses(wordnet, most)], docstrings(most)
+    fitted, other = (
+        [draw_operations(packages, most), draw_glosses(wordnet, most)],
+        draw_docstrings(most),
+    )
 
     def texts(names: tuple[str, str], corpus: Corpus) -> Texts:
         sides = []
         for name in names:
             documents = corpus.documents[: MODELS[name].most]
             vectors = out / "vectors" / f"{corpus.name}-{name}.npz"
-            sides.append(embedded(documents, files[name], vectors))
+            sides.append(embed_documents(documents, files[name], vectors))
         count = min(len(one.bodies) for one in sides)
         return Texts(*(one.first(count) for one in sides))
 
@@ -345,7 +348,7 @@ def _pairs(packages: Path, wordnet: Path, out: Path, only: str) -> Iterator[Pair
 def _pictures(packages: Path, out: Path) -> Pair:
     """Cut the photographs of scikit-image into tiles to fit to, those of others to measure on."""
     cut_tiles(packages, out / "pictures")
-    vectors: dict[bool, list[Embedded]] = {}
+    vectors: dict[bool, list[EmbeddedDocuments]] = {}
     for fits in (True, False):
         files = sorted(
             file
@@ -397,7 +400,7 @@ def _make(pair: Pair) -> dict[str, Any]:
         }
     )
     models = [
-        describe_model(one, vectors, embedder.fingerprint, one.name)
+        make_model_card(one, vectors, embedder.fingerprint, one.name)
         for one, vectors, embedder in zip(
             (card.old, card.new), (pairs.old, pairs.new), embedders, strict=True
         )

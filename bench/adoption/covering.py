@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.adoption.curves import gained, interval
+from bench.adoption.curves import format_interval, mean_gain
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
 from nobackfill.adopt.judgement import Figures, Queries, figures_from_vectors
@@ -19,13 +19,16 @@ NOTE = (
 )
 
 
-def covering(trial: Trial, count: int) -> list[Row]:
+def coverage_rows(trial: Trial, count: int) -> list[Row]:
     """A row for each figure."""
-    pool, others = trial.pairs_of(slice(0, trial.pairs)), trial.pairs_of(trial.rest)
+    pool, others = (
+        trial.take_pairs(slice(0, trial.pair_count)),
+        trial.take_pairs(trial.held_out_slice),
+    )
     alike = Queries(
         others.old, others.new, np.arange(len(others), dtype=np.int64), are_gallery_items=True
     )
-    asked = (trial.queries_of(trial.rest), alike)
+    asked = (trial.take_queries(trial.held_out_slice), alike)
 
     def found(rows: Ints) -> Figures:
         one = fit_maps(pool.old[rows], pool.new[rows], kinds=["affine"])["affine"]
@@ -39,10 +42,10 @@ def covering(trial: Trial, count: int) -> list[Row]:
     rows: list[Row] = []
     for figure in spread[0]:
         ours, theirs = ([one[figure] for one in some] for some in (spread, random))
-        gain = gained(ours, theirs, trial.rest_labels)
+        gain = mean_gain(ours, theirs, trial.held_out_labels)
         row: dict[str, Value] = {"pair": trial.name, "pairs": count, "figure": figure}
         row |= {"random": 100 * float(np.mean(theirs)), "sample": 100 * float(np.mean(ours))}
-        row |= {"gain": 100 * gain.mean, "95 %": interval(gain)}
+        row |= {"gain": 100 * gain.mean, "95 %": format_interval(gain)}
         rows.append(row)
     return rows
 

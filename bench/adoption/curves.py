@@ -27,7 +27,7 @@ AGAINST_OLD = (
 )
 
 
-def gained(
+def mean_gain(
     ours: Sequence[PerQuery], theirs: Sequence[PerQuery], labels: Labels | None
 ) -> Difference:
     """By the paired bootstrap over draws and queries; over classes, where `labels` tells those of
@@ -36,20 +36,20 @@ def gained(
     return paired_bootstrap(ours, theirs, classes=classes)
 
 
-def interval(gain: Difference) -> str | None:
+def format_interval(gain: Difference) -> str | None:
     """In points; None of too few classes."""
     if gain.is_limited_to_classes:
         return None
     return f"{100 * gain.low:.1f} to {100 * gain.high:.1f}"
 
 
-def of_class(labels: Labels) -> Relevance:
+def same_class_relevance(labels: Labels) -> Relevance:
     """Each item asks for those of its class, itself left out."""
     own = np.arange(len(labels))
     return relevance_by_label(labels, labels, own, own)
 
 
-def by_class(block: Block, relevance: Relevance) -> Figures:
+def class_ranking_figures(block: Block, relevance: Relevance) -> Figures:
     """Of distances [q, g]."""
     ranks = rank_block(block.copy(), 0, relevance)
     ranking = Ranking(ranks, np.array([len(one) for one in ranks], np.int64))
@@ -57,13 +57,13 @@ def by_class(block: Block, relevance: Relevance) -> Figures:
 
 
 def class_curves(carried: Block, native: Block, labels: Labels) -> dict[str, PerQuery]:
-    """`by_class` [shares, q] of distances [q, g] to items that are carried, and native."""
-    relevance = of_class(labels)
+    """`class_ranking_figures` [shares, q] of distances [q, g] to carried and to native items."""
+    relevance = same_class_relevance(labels)
     found: dict[str, list[list[PerQuery]]] = {}
     for seed in range(ORDERS):
         order = np.random.default_rng(seed).random(carried.shape[1])
         mixed = (np.where(order < share, native, carried) for share in SHARES)
-        by_share = [by_class(block, relevance) for block in mixed]
+        by_share = [class_ranking_figures(block, relevance) for block in mixed]
         for name in by_share[0]:
             found.setdefault(name, []).append([one[name] for one in by_share])
     return {name: np.mean(orders, axis=0) for name, orders in found.items()}
@@ -80,12 +80,12 @@ def curve_rows(
 def _row(pair: str, ranked: str, figure: str, values: PerQuery, labels: Labels | None) -> Row:
     curve = np.nanmean(values, axis=1)
     end, lowest = (0 if curve[0] <= curve[-1] else -1), int(curve.argmin())
-    fallen = gained([values[end]], [values[lowest]], labels)
+    fallen = mean_gain([values[end]], [values[lowest]], labels)
     return {
         "pair": pair,
         "ranked by": ranked,
         "figure": figure,
         **{f"{10 * n} %": 100 * float(share) for n, share in enumerate(curve)},
         "valley": 100 * max(0.0, fallen.mean),
-        "95 %": interval(fallen),
+        "95 %": format_interval(fallen),
     }

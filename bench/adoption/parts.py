@@ -19,7 +19,7 @@ class Part:
     rows: Callable[[], list[Row]]
 
 
-def run(topic: str, parts: Iterable[Part], notes: Mapping[str, str], only: str) -> None:
+def run_parts(topic: str, parts: Iterable[Part], notes: Mapping[str, str], only: str) -> None:
     """One part after the other; `notes` by title. A run that is cut short keeps what was done.
     `only`: text in the names of the pairs that are measured; what is kept of others stays."""
     started = time.perf_counter()
@@ -36,7 +36,7 @@ def run(topic: str, parts: Iterable[Part], notes: Mapping[str, str], only: str) 
         ]
         record.save(path, topic, Scale.SMALL, time.perf_counter() - started, tables)
         if rows:
-            print(record.markdown(Table(part.title, rows)), flush=True)
+            print(record.format_table(Table(part.title, rows)), flush=True)
 
 
 def _joined(path: Path, done: Mapping[str, list[Row]]) -> dict[str, list[Row]]:

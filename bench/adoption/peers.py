@@ -22,12 +22,12 @@ import typer
 from pgvector import Vector
 from pgvector.psycopg import register_vector
 
-from bench.adoption.curves import gained
-from bench.adoption.parts import Part, run
-from bench.adoption.texts import embedded, operations
+from bench.adoption.curves import mean_gain
+from bench.adoption.parts import Part, run_parts
+from bench.adoption.texts import embed_documents, read_operations
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
-from demo.adoption.models import lay_out
+from demo.adoption.models import write_model_files
 from nobackfill.adopt.judgement import Figures, figures_from_distances, query_item_distances
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.pairs import Pairs
@@ -80,28 +80,28 @@ def main(
     rows: Annotated[int, typer.Option(help="Rows of the table that migrates.")] = 20_000,
 ) -> None:
     """Measure what searches find and how a table migrates, by nobackfill and by other tools."""
-    models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))
-    corpus = operations(packages, _ITEMS)
+    models = dict(zip(("L3", "L6"), write_model_files(packages, out / "models"), strict=True))
+    corpus = read_operations(packages, _ITEMS)
     old, new = (
-        embedded(corpus.documents, models[name], out / f"{corpus.name}-{name}.npz")
+        embed_documents(corpus.documents, models[name], out / f"{corpus.name}-{name}.npz")
         for name in ("L3", "L6")
     )
     trial = Trial(f"L3 to L6, {corpus.name}", old, new, _PAIRS)
     searches = Part("What searches find", trial.name, partial(_searches, trial, peers))
     name = f"{rows:,} rows, {_OLD_DIM} to {_NEW_DIM} dims"
     moves = Part("A table migrates", name, partial(_migrations, name, rows, peers))
-    run("peers", [searches, moves], {searches.title: SEARCHES, moves.title: MIGRATIONS}, "")
+    run_parts("peers", [searches, moves], {searches.title: SEARCHES, moves.title: MIGRATIONS}, "")
 
 
 def _searches(trial: Trial, peers: Path) -> list[Row]:
-    pairs, gallery = trial.pairs_of(slice(0, _PAIRS)), trial.pairs_of(trial.rest)
-    asked = trial.queries_of(trial.rest)
+    pairs, gallery = trial.take_pairs(slice(0, _PAIRS)), trial.take_pairs(trial.held_out_slice)
+    asked = trial.take_queries(trial.held_out_slice)
     started = time.perf_counter()
-    verdict = trial.said
+    verdict = trial.fitted_verdict
     seconds = {"nobackfill": time.perf_counter() - started}
     found: dict[str, Figures] = {
         f"nobackfill, {way}": figures
-        for way, figures in trial.truth.items()
+        for way, figures in trial.true_figures.items()
         if way not in ("stay", "re-embed")
     }
     with running() as server, server.connected() as (dsn, connection), TemporaryDirectory() as made:
@@ -121,9 +121,9 @@ def _searches(trial: Trial, peers: Path) -> list[Row]:
                 block = _block(kind, arrays[key].astype(np.float32), gallery, asked.new)
                 found[name] = figures_from_distances(block, gallery, asked)
     ways = {
-        "the old model": trial.truth["stay"],
+        "the old model": trial.true_figures["stay"],
         **found,
-        "the new model": trial.truth["re-embed"],
+        "the new model": trial.true_figures["re-embed"],
     }
     named = {f"nobackfill, {verdict.way}": "named by fit"}
     return [
@@ -140,7 +140,7 @@ def _searches(trial: Trial, peers: Path) -> list[Row]:
 
 
 def _signs(figures: Figures, stay: Figures) -> str:
-    return "".join(_SIGNS[gained([figures[f]], [stay[f]], None).verdict] for f in _FIGURES)
+    return "".join(_SIGNS[mean_gain([figures[f]], [stay[f]], None).verdict] for f in _FIGURES)
 
 
 def _block(kind: str, made: Vectors, gallery: Pairs, queries: Vectors) -> Block:

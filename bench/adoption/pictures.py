@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bench.adoption.texts import Embedded
+from bench.adoption.texts import EmbeddedDocuments
 from demo.adoption import lite
-from demo.adoption.pictures import second_view
+from demo.adoption.pictures import make_second_view
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.vectors import Vectors, normalise
@@ -29,7 +29,7 @@ class Pictures:
     labels: NDArray[np.str_]
 
 
-def drawn(folder: Path, count: int, seed: int = 0, *, after: int = 0) -> Pictures:
+def draw_pictures(folder: Path, count: int, seed: int = 0, *, after: int = 0) -> Pictures:
     """`count` PNGs of class folders, behind the first `after` of that order. Raises ValueError
     where there are less."""
     every = sorted(folder.glob("*/*.png"))
@@ -42,25 +42,25 @@ def drawn(folder: Path, count: int, seed: int = 0, *, after: int = 0) -> Picture
     return Pictures(files, np.array([one.parent.name for one in files]))
 
 
-def embedded(
+def embed_pictures(
     pictures: Pictures,
     asked: NDArray[np.int64],
     packages: Path,
     model: str,
     size: int,
     file: Path,
-) -> Embedded:
+) -> EmbeddedDocuments:
     """By `model` at `size` pixels, as far as an earlier run has not kept them in `file`. `asked`:
     the rows that have a second view; those of others are 0, or what that run asked for."""
-    kept = Embedded.read(file) if file.exists() else None
+    kept = EmbeddedDocuments.read(file) if file.exists() else None
     lacking = asked if kept is None else asked[~kept.titles[asked].any(1)]
     if kept is None or len(lacking):
         graph = file.with_suffix(".onnx")
-        lite.export(packages, model, size, graph)
+        lite.export_features(packages, model, size, graph)
         embedder = open_embedder(str(graph))
         if kept is None:
             bodies = _by(embedder, [one.read_bytes() for one in pictures.files])
-            kept = Embedded(bodies, np.zeros_like(bodies))
+            kept = EmbeddedDocuments(bodies, np.zeros_like(bodies))
         if views := [_view(pictures.files[row], row) for row in lacking.tolist()]:
             kept.titles[lacking] = _by(embedder, views)
         kept.write(file)
@@ -78,5 +78,5 @@ def _view(file: Path, row: int) -> bytes:
     """A PNG of the second view."""
     kept = io.BytesIO()
     with Image.open(file) as opened:
-        second_view(opened.convert("RGB"), row).save(kept, "PNG")
+        make_second_view(opened.convert("RGB"), row).save(kept, "PNG")
     return kept.getvalue()

@@ -27,7 +27,7 @@ _CLUSTERS = (4, 8)
 _TEMPERATURE = 0.05
 
 
-def nearly_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
+def fit_lambda_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
     """lambda-orthogonality (Ricci et al., NeurIPS 2025): an affine map whose squared error is
     weighed against |W'W - 1|², the weight chosen on a fifth of the pairs.
 
@@ -74,7 +74,7 @@ def _descend(
     return now
 
 
-def local(pairs: Pairs, seed: int = 0) -> Carrier:
+def fit_local_adapters(pairs: Pairs, seed: int = 0) -> Carrier:
     """Local adapters by cluster (Local Drift-Adapters): an affine map for each of k clusters of the
     old vectors, blended by nearness to their centres, k chosen on a fifth of the pairs. Each is
     ridge towards the map of all, without which a cluster's few pairs say too little."""

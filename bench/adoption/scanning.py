@@ -15,7 +15,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bench.commands import command
+from bench.commands import run_command
 from nobackfill.durable import append_bytes
 from nobackfill.vectors import Vectors, normalise
 
@@ -38,7 +38,7 @@ def main(
     with TemporaryDirectory(prefix="nobackfill-scan-", dir=folder) as place:
         gallery, new = Path(place, "gallery"), Path(place, "new")
         _write_gallery(gallery, rows, dim)
-        done = command([NOBACKFILL, "inspect", gallery, "--json"], Path(place))
+        done = run_command([NOBACKFILL, "inspect", gallery, "--json"], Path(place))
         _tell("inspect", rows, dim, done.seconds, done.mib)
         # `sample` prints ids; its answer is a file.
         ids = Path(place, "sample.txt")
@@ -46,12 +46,12 @@ def main(
             "sh", "-c", '"$0" sample "$1" -n "$2" --out "$3" >/dev/null && echo "{}"',
             NOBACKFILL, gallery, str(pairs), ids,
         ]  # fmt: skip
-        done = command(shell, Path(place))
+        done = run_command(shell, Path(place))
         _tell("sample", rows, dim, done.seconds, done.mib)
         _write_sample(Path(place), new, np.array(ids.read_text().split(), np.int64), dim, queries)
         words: list[str | Path] = ["fit", "--old", gallery, "--new", new]
         words += ["--queries-old", Path(place, "by-old"), "--queries-new", Path(place, "by-new")]
-        done = command([NOBACKFILL, *words, "--json"], Path(place))
+        done = run_command([NOBACKFILL, *words, "--json"], Path(place))
         _tell("fit", rows, dim, done.seconds, done.mib)
 
 

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from demo.adoption.documents import LONGEST, SHORTEST, Document, drawn, every_document
+from demo.adoption.documents import LONGEST, SHORTEST, Document, draw_by_seed, read_documents
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.vectors import Vectors
 
@@ -29,7 +29,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddedDocuments:
     """Row i of both is document i: bodies [n, d], titles [n, d]."""
 
     bodies: Vectors
@@ -54,12 +54,12 @@ class Embedded:
             return cls(kept["bodies"], kept["titles"])
 
 
-def operations(packages: Path, count: int) -> Corpus:
+def read_operations(packages: Path, count: int) -> Corpus:
     """Descriptions of operations that a package ships."""
-    return _corpus("operations (botocore)", every_document(packages), count)
+    return _corpus("operations (botocore)", read_documents(packages), count)
 
 
-def descriptions(lists: Path, count: int) -> Corpus:
+def read_package_descriptions(lists: Path, count: int) -> Corpus:
     """Long descriptions of Debian's packages, from apt's Translation-en; the synopsis asks."""
     read = ["/usr/lib/apt/apt-helper", "cat-file", str(lists)]
     text = subprocess.run(read, capture_output=True, check=True).stdout.decode()
@@ -76,14 +76,14 @@ def descriptions(lists: Path, count: int) -> Corpus:
 
 
 def _corpus(name: str, found: dict[str, Document], count: int) -> Corpus:
-    first = drawn(found, count, 0)
+    first = draw_by_seed(found, count, 0)
     taken = {one.body for one in first}
     others = [one for body, one in found.items() if body not in taken]
     rows = np.random.default_rng(1).permutation(len(others))[:MORE]
     return Corpus(name, first, [others[row] for row in rows.tolist()])
 
 
-def embedded(documents: list[Document], model: Path, file: Path) -> Embedded:
+def embed_documents(documents: list[Document], model: Path, file: Path) -> EmbeddedDocuments:
     """By an ONNX file, or from `file`, where an earlier run has kept them."""
     if not file.exists():
         embedder = open_embedder(str(model))
@@ -101,5 +101,5 @@ def embedded(documents: list[Document], model: Path, file: Path) -> Embedded:
 
         bodies = by_length([one.body for one in documents])
         titles = by_length([one.title for one in documents])
-        Embedded(bodies, titles).write(file)
-    return Embedded.read(file)
+        EmbeddedDocuments(bodies, titles).write(file)
+    return EmbeddedDocuments.read(file)

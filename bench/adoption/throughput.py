@@ -14,7 +14,7 @@ import psycopg
 import typer
 from pgvector.psycopg import register_vector
 
-from bench.adoption.packaged import lay_out, operations
+from bench.adoption.packaged import draw_operations, write_model_files
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.embedding.native_vectors import ColumnTexts, NativeVectorComputer
@@ -41,8 +41,8 @@ def main(
     ] = "minilm-l6",
 ) -> None:
     """Print one line of JSON for each round: rows a second of both ways, and their ratio."""
-    texts = [one.body for one in operations(packages, rows).documents]
-    embedder = open_embedder(str(lay_out(packages, out / "models")[model]))
+    texts = [one.body for one in draw_operations(packages, rows).documents]
+    embedder = open_embedder(str(write_model_files(packages, out / "models")[model]))
     embedder.embed(texts[:BATCH])
     with running() as server, server.connected() as (address, connection):
         _fill(connection, texts)

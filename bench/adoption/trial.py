@@ -7,8 +7,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.adoption.curves import Labels, by_class, curve_rows, gained, of_class
-from bench.adoption.texts import Embedded
+from bench.adoption.curves import (
+    Labels,
+    class_ranking_figures,
+    curve_rows,
+    mean_gain,
+    same_class_relevance,
+)
+from bench.adoption.texts import EmbeddedDocuments
 from bench.harness import Row, Value
 from nobackfill.adopt.judgement import (
     ORDERS,
@@ -44,21 +50,21 @@ KNOWN = ("R@1", "R@10", "MRR")
 
 @dataclass(frozen=True)
 class Trial:
-    """Items by both models: the first `pairs` are fitted on and judged, the others truth.
-    `labels`: their classes, where they have any. `more`: pairs of further items, of which nothing
-    is asked."""
+    """Items by both models: the first `pair_count` are fitted on and judged, the others truth.
+    `labels`: their classes, where they have any. `more_pairs`: pairs of further items, of which
+    nothing is asked."""
 
     name: str
-    old: Embedded
-    new: Embedded
-    pairs: int
-    queries: int = 1000
+    old: EmbeddedDocuments
+    new: EmbeddedDocuments
+    pair_count: int
+    query_count: int = 1000
     labels: Labels | None = None
-    more: Pairs | None = None
+    more_pairs: Pairs | None = None
 
-    def verdict(self) -> list[Row]:
+    def verdict_rows(self) -> list[Row]:
         """A row for each way: what the verdict measured and what is true of other items."""
-        said, truth = self.said, self.truth
+        said, truth = self.fitted_verdict, self.true_figures
         stay, best = truth["stay"], truth["re-embed"]
         worse = {
             way: [f for f in ones if f != "agreement@10" and self._below(ones[f], stay[f])]
@@ -83,33 +89,43 @@ class Trial:
         ]
 
     @cached_property
-    def said(self) -> Verdict:
+    def fitted_verdict(self) -> Verdict:
         """From the first items."""
-        part = slice(0, self.pairs)
-        return decide(self.pairs_of(part), _LARGE, self.queries_of(part))
+        part = slice(0, self.pair_count)
+        return decide(self.take_pairs(part), _LARGE, self.take_queries(part))
 
     @cached_property
-    def truth(self) -> Mapping[str, Figures]:
+    def true_figures(self) -> Mapping[str, Figures]:
         """Of the others, served by what the verdict has fitted; where items have classes, also of
         items that ask for theirs."""
-        every, queries = self.gallery_of(self.rest), self.queries_of(self.rest)
-        found = judge_fusion(every, queries, self.said.joining)
-        adapted = query_item_distances(self.said.adapter(queries.new), every.old)
-        found[ADAPTER_OPTION] = figures_from_distances(adapted, self.pairs_of(self.rest), queries)
+        every, queries = (
+            self.take_gallery(self.held_out_slice),
+            self.take_queries(self.held_out_slice),
+        )
+        found = judge_fusion(every, queries, self.fitted_verdict.joining)
+        adapted = query_item_distances(self.fitted_verdict.adapter(queries.new), every.old)
+        found[ADAPTER_OPTION] = figures_from_distances(
+            adapted, self.take_pairs(self.held_out_slice), queries
+        )
         if self.labels is not None:
-            relevance = of_class(self.labels[self.rest])
+            relevance = same_class_relevance(self.labels[self.held_out_slice])
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, are_gallery_items=True)
-            adapted = query_item_distances(self.said.adapter(every.new), every.old)
-            blocks = rank_by_option(every, asked, self.said.joining) | {ADAPTER_OPTION: adapted}
+            adapted = query_item_distances(self.fitted_verdict.adapter(every.new), every.old)
+            blocks = rank_by_option(every, asked, self.fitted_verdict.joining) | {
+                ADAPTER_OPTION: adapted
+            }
             for way, block in blocks.items():
-                found[way] |= by_class(block, relevance)
+                found[way] |= class_ranking_figures(block, relevance)
         return found
 
-    def healing(self) -> list[Row]:
+    def reembedding_rows(self) -> list[Row]:
         """Curves of other items, while they become native at random: as nobackfill.serve ranks by
         what the verdict has fitted to its pairs, and by distance in one index."""
-        gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
+        gallery, asked = (
+            self.take_gallery(self.held_out_slice),
+            self.take_queries(self.held_out_slice),
+        )
         ranked = {
             "nobackfill.serve": self.served_curves,
             "distance": _known_curves(
@@ -121,63 +137,66 @@ class Trial:
         return [
             row
             for name, curves in ranked.items()
-            for row in curve_rows(self.name, name, curves, self.rest_labels)
+            for row in curve_rows(self.name, name, curves, self.held_out_labels)
         ]
 
     @cached_property
     def served_curves(self) -> dict[str, PerQuery]:
         """Figures [shares, q] while other items become native, as nobackfill.serve ranks."""
-        gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
-        return _known_curves(asked, *self.scores(gallery, asked))
+        gallery, asked = (
+            self.take_gallery(self.held_out_slice),
+            self.take_queries(self.held_out_slice),
+        )
+        return _known_curves(asked, *self.ranking_scores(gallery, asked))
 
-    def against_old(self) -> list[Row]:
+    def rows_against_old(self) -> list[Row]:
         """Compare searches while items become native at random with those of the old model: mean
         differences and 95 % intervals in points, at each tenth of the way."""
         rows: list[Row] = []
         for figure in KNOWN:
-            stay = self.truth["stay"][figure]
+            stay = self.true_figures["stay"][figure]
             row: dict[str, Value] = {"pair": self.name, "figure": figure}
             row["old model"] = 100 * float(stay.mean())
             for share, values in zip(SHARES, self.served_curves[figure], strict=True):
-                gain = gained([values], [stay], self.rest_labels)
+                gain = mean_gain([values], [stay], self.held_out_labels)
                 low, mean, high = (100 * one for one in (gain.low, gain.mean, gain.high))
                 row[f"{share:.0%}"] = f"{mean:+.1f} ({low:.1f} to {high:.1f})"
             rows.append(row)
         return rows
 
-    def scores(self, gallery: JudgedGallery, asked: Queries) -> tuple[Block, Block]:
+    def ranking_scores(self, gallery: JudgedGallery, asked: Queries) -> tuple[Block, Block]:
         """Of items as carried ones and as native ones, [q, g], larger is better: as
         nobackfill.serve ranks."""
-        joining = self.said.joining
+        joining = self.fitted_verdict.joining
         vectors = asked.old, asked.new, gallery.old, gallery.migrated
         return joining.match_log_odds(*vectors, {}), joining.match_log_odds(
             *vectors, dict(enumerate(gallery.new))
         )
 
     @property
-    def rest(self) -> slice:
+    def held_out_slice(self) -> slice:
         """Items that nothing is fitted on."""
-        return slice(self.pairs, None)
+        return slice(self.pair_count, None)
 
     @property
-    def rest_labels(self) -> Labels | None:
+    def held_out_labels(self) -> Labels | None:
         """The classes of `rest`; the first of them are those of the queries' items."""
-        return None if self.labels is None else self.labels[self.rest]
+        return None if self.labels is None else self.labels[self.held_out_slice]
 
     def _below(self, ones: PerQuery, stay: PerQuery) -> bool:
-        return gained([stay], [ones], self.rest_labels).verdict == "holds"
+        return mean_gain([stay], [ones], self.held_out_labels).verdict == "holds"
 
-    def pairs_of(self, part: slice) -> Pairs:
+    def take_pairs(self, part: slice) -> Pairs:
         old, new = self.old.bodies[part], self.new.bodies[part]
         return Pairs([str(row) for row in range(len(old))], old, new)
 
-    def gallery_of(self, part: slice | NDArray[np.int64]) -> JudgedGallery:
+    def take_gallery(self, part: slice | NDArray[np.int64]) -> JudgedGallery:
         """Carried by the verdict's map."""
         old = self.old.bodies[part]
-        return JudgedGallery(old, self.said.map(old), self.new.bodies[part])
+        return JudgedGallery(old, self.fitted_verdict.map(old), self.new.bodies[part])
 
-    def queries_of(self, part: slice) -> Queries:
-        old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))
+    def take_queries(self, part: slice) -> Queries:
+        old, new = (one.titles[part][: self.query_count] for one in (self.old, self.new))
         return Queries(old, new, np.arange(len(old), dtype=np.int64), are_gallery_items=False)
 
 
@@ -198,23 +217,25 @@ def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, Pe
     }
 
 
-def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
+def correction_rows(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     """R@1 of a converter from a foreign corpus, of own pairs, and of both, on other own items."""
     from nobackfill.adopt.crossfit import correct_converter as correct
 
-    prior = best(foreign.pairs_of(slice(0, None)))
-    gallery, queries = own.pairs_of(own.rest), own.queries_of(own.rest)
+    prior = choose_best_map(foreign.take_pairs(slice(0, None)))
+    gallery, queries = own.take_pairs(own.held_out_slice), own.take_queries(own.held_out_slice)
     rows: list[Row] = []
     for count in counts:
-        some = own.pairs_of(slice(0, count))
+        some = own.take_pairs(slice(0, count))
         alone = fit_maps(some.old, some.new)["affine"]
         ways = {"converter": prior, "own": alone, "both": correct(prior, some)}
-        found = {name: first(one(gallery.old), gallery, queries) for name, one in ways.items()}
+        found = {
+            name: known_item_share(one(gallery.old), gallery, queries) for name, one in ways.items()
+        }
         rows.append({"pair": own.name, "own pairs": count, **found})
     return rows
 
 
-def best(pairs: Pairs) -> Map:
+def choose_best_map(pairs: Pairs) -> Map:
     """The candidate that keeps most neighbours."""
     some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
     rows = np.arange(min(500, len(some)), dtype=np.int64)
@@ -222,5 +243,5 @@ def best(pairs: Pairs) -> Map:
     return choose_map(some, [asked]).fit(pairs)
 
 
-def first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
+def known_item_share(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
     return 100 * float(figures_from_vectors(vectors, gallery, queries)["R@1"].mean())

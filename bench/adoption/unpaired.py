@@ -16,7 +16,7 @@ _NEAR, _ROUNDS, _ROUND_ROWS = 20, 40, 1000
 Ints = NDArray[np.int64]
 
 
-def without_pairs(old: Vectors, new: Vectors, seed: int = 0) -> Map:
+def fit_without_pairs(old: Vectors, new: Vectors, seed: int = 0) -> Map:
     """Old [m, a] and new [n, b], of the same kind of items, in no order.
 
     Anchors of both sides are matched by how near they are to one another, items by their cosines to

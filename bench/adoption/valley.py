@@ -3,7 +3,13 @@ scores of nobackfill.serve."""
 
 import numpy as np
 
-from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of_class
+from bench.adoption.curves import (
+    Labels,
+    class_curves,
+    class_ranking_figures,
+    curve_rows,
+    same_class_relevance,
+)
 from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill.adopt.judgement import JudgedGallery, Queries, query_item_distances
@@ -18,17 +24,17 @@ from nobackfill.vectors import Vectors
 _NEAR = 100
 
 
-def classes(trial: Trial) -> list[Row]:
+def class_valley_rows(trial: Trial) -> list[Row]:
     """Curves of one half of the items that the verdict has not seen, each of which asks for its
     class. The gate's line is fitted to the other half, by classes; the scores of nobackfill.serve
     to the verdict's queries, which know of none."""
     labels = trial.labels
     if labels is None:
         return []
-    rest = np.arange(trial.pairs, len(labels))
+    rest = np.arange(trial.pair_count, len(labels))
     fitted, judged = np.array_split(np.random.default_rng(0).permutation(rest), 2)
-    line = _line(trial.gallery_of(fitted), labels[fitted])
-    gallery, theirs = trial.gallery_of(judged), labels[judged]
+    line = _line(trial.take_gallery(fitted), labels[fitted])
+    gallery, theirs = trial.take_gallery(judged), labels[judged]
     own = np.arange(len(judged), dtype=np.int64)
     asked = Queries(gallery.old, gallery.new, own, are_gallery_items=True)
     carried, native = (
@@ -38,14 +44,16 @@ def classes(trial: Trial) -> list[Row]:
         "distance": (carried, native),
         "scale": (line.slope * carried + line.offset, native),
     }
-    odds = trial.scores(gallery, asked)
+    odds = trial.ranking_scores(gallery, asked)
     ranked["nobackfill.serve"] = -odds[0], -odds[1]
     found = [
         row
         for name, blocks in ranked.items()
         for row in curve_rows(trial.name, name, class_curves(*blocks, theirs), theirs)
     ]
-    stay = by_class(query_item_distances(gallery.old, gallery.old), of_class(theirs))
+    stay = class_ranking_figures(
+        query_item_distances(gallery.old, gallery.old), same_class_relevance(theirs)
+    )
     return [
         {**row, "old model": 100 * float(np.nanmean(stay[str(row["figure"])]))} for row in found
     ]
@@ -53,7 +61,7 @@ def classes(trial: Trial) -> list[Row]:
 
 def _line(gallery: JudgedGallery, labels: Labels) -> DistanceLine:
     carried, native = (_nearest(gallery.new, one) for one in (gallery.migrated, gallery.new))
-    return fit_distance_line(carried, native, of_class(labels))
+    return fit_distance_line(carried, native, same_class_relevance(labels))
 
 
 def _nearest(queries: Vectors, items: Vectors) -> CellFigures:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.loaded import Target
-from bench.record import ROOT, versions
+from bench.record import ROOT, library_versions
 from bench.rivals.rival import Rival
 from demo.calls import HTTP
 from demo.load import write_requests
@@ -37,36 +37,36 @@ class Chroma(Rival):
         self, address: str, vectors: Vectors, queries: Vectors, k: int, efs: Sequence[int]
     ) -> None:
         """`efs`: likely ones, whose collections are filled at the same time, each on one core."""
-        self.version = versions()["chromadb"]
+        self.version = library_versions()["chromadb"]
         self._address = address
-        self._added, self._bodies = additions(vectors), bodies(queries, k)
+        self._added, self._bodies = addition_bodies(vectors), query_bodies(queries, k)
         self._paths: dict[int, str] = {}
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._path, efs))
 
-    def target(self, ef: int, requests: Path) -> Target:
+    def load_target(self, ef: int, requests: Path) -> Target:
         return f"{HTTP}{self._address}", self._path(ef), write_requests(requests, self._bodies)
 
-    def found(self, ef: int) -> Labels:
-        return answers(self._address, self._path(ef), self._bodies)
+    def search_all(self, ef: int) -> Labels:
+        return search_chroma(self._address, self._path(ef), self._bodies)
 
     def _path(self, ef: int) -> str:
         if ef not in self._paths:
-            self._paths[ef] = collection(self._address, self._added, ef)
+            self._paths[ef] = make_collection(self._address, self._added, ef)
         return self._paths[ef]
 
 
 @contextmanager
-def serving(
+def serve_chroma(
     folder: Path, vectors: Vectors, queries: Vectors, k: int, efs: Sequence[int]
 ) -> Iterator[Chroma]:
     """A server with its data below `folder`, to the end of the block."""
-    with running(folder) as address:
+    with run_chroma(folder) as address:
         yield Chroma(address, vectors, queries, k, efs)
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[str]:
+def run_chroma(folder: Path) -> Iterator[str]:
     """The server with its data below `folder`; its address."""
     address = free_addresses(1)[0]
     host, port = address.split(":")
@@ -94,7 +94,7 @@ def _until_up(address: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"Chroma does not answer at {address}")
 
 
-def additions(vectors: Vectors) -> list[bytes]:
+def addition_bodies(vectors: Vectors) -> list[bytes]:
     """The bodies of the requests that add vector n as item n, ADD_ROWS of them each."""
     bodies = []
     for start in range(0, len(vectors), ADD_ROWS):
@@ -104,7 +104,7 @@ def additions(vectors: Vectors) -> list[bytes]:
     return bodies
 
 
-def collection(address: str, added: list[bytes], ef: int) -> str:
+def make_collection(address: str, added: list[bytes], ef: int) -> str:
     """A collection of what `added` adds, its graph made like ours; the path of its queries.
 
     `ef` is fixed here: a change by its API afterwards changed no answer when this was written.
@@ -122,7 +122,7 @@ def collection(address: str, added: list[bytes], ef: int) -> str:
     return f"{path}/query"
 
 
-def bodies(queries: Vectors, k: int) -> list[bytes]:
+def query_bodies(queries: Vectors, k: int) -> list[bytes]:
     """One query each, asking for ids and distances, as our Search answers."""
     return [
         json.dumps(
@@ -132,7 +132,7 @@ def bodies(queries: Vectors, k: int) -> list[bytes]:
     ]
 
 
-def answers(address: str, path: str, requests: list[bytes]) -> Labels:
+def search_chroma(address: str, path: str, requests: list[bytes]) -> Labels:
     """The numbers of the items found for each query, [q, k]."""
     found = [_send(address, "POST", path, body)["ids"][0] for body in requests]
     return np.array([[int(item) for item in row] for row in found])

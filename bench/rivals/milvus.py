@@ -61,7 +61,7 @@ class Milvus(Rival):
             time.sleep(1)
         raise RuntimeError(f"Milvus has not indexed {rows} rows within {_INDEXED_S:.0f} s")
 
-    def target(self, ef: int, requests: Path) -> Target:
+    def load_target(self, ef: int, requests: Path) -> Target:
         from pymilvus.client.prepare import Prepare
 
         asked = [
@@ -77,7 +77,7 @@ class Milvus(Rival):
         ]
         return self._address, SEARCH, write_requests(requests, asked)
 
-    def found(self, ef: int) -> Labels:
+    def search_all(self, ef: int) -> Labels:
         found = self._client.search(
             _NAME,
             data=list(self._queries),
@@ -90,7 +90,7 @@ class Milvus(Rival):
 
 
 @contextmanager
-def serving(vectors: Vectors, queries: Vectors, k: int) -> Iterator[Milvus]:
+def serve_milvus(vectors: Vectors, queries: Vectors, k: int) -> Iterator[Milvus]:
     """A server that holds `vectors`, to the end of the block."""
     with running() as address:
         yield Milvus(address.rpartition("/")[2], vectors, queries, k)

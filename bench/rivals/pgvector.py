@@ -52,11 +52,11 @@ class Pgvector(Rival):
         assert found is not None
         self.version = str(found[0])
 
-    def target(self, ef: int, requests: Path) -> Target:
+    def load_target(self, ef: int, requests: Path) -> Target:
         write_requests(requests, [_asked(query) for query in self._queries])
         return f"{POSTGRESQL}{self._server.socket}?{ef}", _NEAREST.format(k=self._k), requests
 
-    def found(self, ef: int) -> Labels:
+    def search_all(self, ef: int) -> Labels:
         with psycopg.connect(self._server.url("postgres"), autocommit=True) as connection:
             register_vector(connection)
             connection.execute(f"SET hnsw.ef_search = {ef}".encode())
@@ -75,7 +75,7 @@ def _asked(query: Vectors) -> bytes:
 
 
 @contextmanager
-def serving(vectors: Vectors, queries: Vectors, k: int) -> Iterator[Pgvector]:
+def serve_pgvector(vectors: Vectors, queries: Vectors, k: int) -> Iterator[Pgvector]:
     """A server that holds `vectors`, to the end of the block."""
     with running(_MEMORY) as server:
         yield Pgvector(server, vectors, queries, k)

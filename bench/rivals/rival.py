@@ -18,9 +18,9 @@ class Rival(ABC):
     version: str
 
     @abstractmethod
-    def target(self, ef: int, requests: Path) -> Target:
+    def load_target(self, ef: int, requests: Path) -> Target:
         """Where the queries are asked that look at `ef` candidates; they are written there."""
 
     @abstractmethod
-    def found(self, ef: int) -> Labels:
+    def search_all(self, ef: int) -> Labels:
         """The items that each query finds so [q, k], nearest first."""

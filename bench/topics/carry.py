@@ -8,7 +8,7 @@ import numpy as np
 import psycopg
 from numpy.typing import NDArray
 
-from bench.harness import Bench, Contender, Table, compared, interleave, seconds
+from bench.harness import Bench, Contender, Table, comparison_table, run_interleaved, time_call
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW_ITEMS
@@ -62,15 +62,17 @@ def run(bench: Bench) -> list[Table]:
 
         def one(way: Way) -> float:
             _fresh(connection)
-            return size / seconds(lambda: way(address, connection, size, window, mapping))
+            return size / time_call(lambda: way(address, connection, size, window, mapping))
 
         contenders = [
             Contender(name, lambda way=way: one(way))  # type: ignore[misc]
             for name, way in ways.items()
         ]
-        measured = interleave(contenders, bench.size(1, 3, 3), warm=False)
+        measured = run_interleaved(contenders, bench.size(1, 3, 3), warm=False)
     title = f"Carrying {size:,} rows of {DIM} dims"
-    return [compared(title, "rows/s", measured, "COPY", NOTE.format(dim=DIM, window=window))]
+    return [
+        comparison_table(title, "rows/s", measured, "COPY", NOTE.format(dim=DIM, window=window))
+    ]
 
 
 def _fill(connection: Connection, size: int, rng: np.random.Generator) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from bench import data
 from bench.harness import Bench, Row, Table
-from bench.loaded import table
-from bench.published import INNER, Publication, publication
+from bench.loaded import load_table
+from bench.published import INNER, Publication, make_publication
 from bench.rivals import chroma, milvus, pgvector
 from bench.rivals.rival import EFS, Rival
-from bench.serving import by_embedding, copy_filled, serving
+from bench.serving import copy_filled, embedding_requests, run_gateway
 from bench.topics.index import SPEC, recall
 from demo.load import SEARCH, read_requests, write_requests
 from nobackfill.gallery.search import hnsw
@@ -37,7 +37,7 @@ NOTE = (
 
 def run(bench: Bench) -> list[Table]:
     """Each size, each number of clients."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     sizes = [bench.size(2500, 10_000, 10_000), bench.size(0, 100_000, 100_000)]
     return [_table(bench, pair, size) for size in filter(None, sizes)]
 
@@ -45,15 +45,15 @@ def run(bench: Bench) -> list[Table]:
 def _table(bench: Bench, pair: Publication, size: int) -> Table:
     folder = bench.folder / str(size)
     folder.mkdir()
-    items, queries = data.things(size), data.things(QUERIES, seed=1).new
+    items, queries = data.draw_items(size), data.draw_items(QUERIES, seed=1).new
     spec = SpaceSpec.of(pair.manifests[2])
     true = ExactIndex(spec, np.arange(size), items.new).search(queries, K).labels
-    ours = write_requests(folder / "ours", by_embedding(spec.space, queries, K))
+    ours = write_requests(folder / "ours", embedding_requests(spec.space, queries, K))
     enough = _enough(items.new, queries, true)
     with ExitStack() as stack:
         rivals = list(_rivals(stack, folder, items.new, queries, sorted(set(enough.values()))))
         copy_filled(bench, pair, size, folder)
-        gateway = stack.enter_context(serving(folder, pair.repo))
+        gateway = stack.enter_context(run_gateway(folder, pair.repo))
         gateway.settle()
         targets = {"gateway": (gateway.address, SEARCH, ours)}
         found = recall(_found(gateway.address, ours), true)
@@ -62,30 +62,30 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
             for wanted, first in enough.items():
                 ef, reached = _first(rival, first, wanted, true)
                 name = f"{rival.name} for {wanted}"
-                targets[name] = rival.target(ef, folder / name)
+                targets[name] = rival.load_target(ef, folder / name)
                 facts[name] = {"ef": ef, "recall@10": reached}
         told = ", ".join(f"{rival.name} {rival.version}" for rival in rivals)
         note = NOTE.format(rivals=told, efs=", ".join(map(str, EFS)))
         title = f"Search by embedding, {size:,} items of {data.DIM} dims"
-        return table(bench, title, note, targets, ["gateway"], "gateway", facts)
+        return load_table(bench, title, note, targets, ["gateway"], "gateway", facts)
 
 
 def _rivals(
     stack: ExitStack, folder: Path, vectors: Vectors, queries: Vectors, efs: Sequence[int]
 ) -> Iterator[Rival]:
     """Those that `make bench` has installed."""
-    yield stack.enter_context(pgvector.serving(vectors, queries, K))
+    yield stack.enter_context(pgvector.serve_pgvector(vectors, queries, K))
     if importlib.util.find_spec("milvus") is not None:
-        yield stack.enter_context(milvus.serving(vectors, queries, K))
+        yield stack.enter_context(milvus.serve_milvus(vectors, queries, K))
     if chroma.PROGRAM.exists():
-        yield stack.enter_context(chroma.serving(folder, vectors, queries, K, efs))
+        yield stack.enter_context(chroma.serve_chroma(folder, vectors, queries, K, efs))
 
 
 def _first(rival: Rival, first: int, wanted: float, true: Labels) -> tuple[int, float]:
     """The ef from which on a recall is reached, and the recall there."""
     ef, reached = first, 0.0
     for ef in EFS[EFS.index(first) :]:
-        reached = recall(rival.found(ef), true)
+        reached = recall(rival.search_all(ef), true)
         if reached >= wanted:
             break
     return ef, reached

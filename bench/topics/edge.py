@@ -8,10 +8,10 @@ from pathlib import Path
 from PIL import Image
 
 from bench import bare, data
-from bench.commands import Done, edge, size_mib
-from bench.galleries import put
-from bench.harness import Bench, Contender, Measured, Row, Table, interleave
-from bench.published import INNER, SIZE, Publication, publication
+from bench.commands import CommandResult, gallery_mib, run_edge_client
+from bench.galleries import put_items
+from bench.harness import Bench, Contender, Measurement, Row, Table, run_interleaved
+from bench.published import INNER, SIZE, Publication, make_publication
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 
 THREADS = 2
@@ -33,39 +33,39 @@ SYNCED = (
 
 def run(bench: Bench) -> list[Table]:
     """Add, search, sync by size."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     small, full = (1000, 10_000, 100_000), (1000, 10_000, 100_000, 1_000_000)
     sizes: tuple[int, ...] = bench.size((200,), small, full)
     # Making 100,000 files and adding them takes minutes.
     most = bench.size(200, 10_000, 100_000)
     added = [_add(bench, pair, size) for size in sizes if size <= most]
-    devices = {size: filled(bench, pair, size) for size in sizes}
+    devices = {size: make_filled_device(bench, pair, size) for size in sizes}
     tables = [_search(bench, pair, devices), _sync(bench, pair, devices)]
     return [Table("add", added, ADDED), *tables]
 
 
-def device(folder: Path, pair: Publication) -> tuple[Path, Path]:
+def make_device(folder: Path, pair: Publication) -> tuple[Path, Path]:
     """An empty gallery in release 1's space, and the publication that it follows."""
     folder.mkdir(parents=True)
     repo = pair.copy_first(folder / "publication")
     gallery = folder / "gallery.sqlite"
-    edge(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
+    run_edge_client(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
     return gallery, repo
 
 
 def _images(folder: Path, count: int) -> Path:
     folder.mkdir(parents=True)
-    for number, pixels in enumerate(data.images(count, SIZE)):
+    for number, pixels in enumerate(data.draw_images(count, SIZE)):
         Image.fromarray(pixels).save(folder / f"{number}.png")
     return folder
 
 
 def _add(bench: Bench, pair: Publication, size: int) -> Row:
     folder = bench.folder / f"add-{size}"
-    gallery, _ = device(folder, pair)
+    gallery, _ = make_device(folder, pair)
     images = _images(folder / "images", size)
-    least = bare.add_seconds(pair, images, folder / "bare.sqlite", THREADS)
-    done = edge(gallery, "add", images)
+    least = bare.time_adding(pair, images, folder / "bare.sqlite", THREADS)
+    done = run_edge_client(gallery, "add", images)
     assert len(done.answer["added"]) == size
     return {
         "items": size,
@@ -74,11 +74,11 @@ def _add(bench: Bench, pair: Publication, size: int) -> Row:
         "of bare sum": done.seconds / least,
         "items/s": size / done.seconds,
         "peak MiB": round(done.mib),
-        "disk MiB": size_mib(gallery),
+        "disk MiB": gallery_mib(gallery),
     }
 
 
-def filled(bench: Bench, pair: Publication, size: int) -> Path:
+def make_filled_device(bench: Bench, pair: Publication, size: int) -> Path:
     """The folder of a device with so many items, its publication two releases long.
 
     It is filled once for all topics.
@@ -86,9 +86,9 @@ def filled(bench: Bench, pair: Publication, size: int) -> Path:
     folder = bench.shared / f"device-{pair.folder.name}-{size}"
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        gallery, repo = device(folder, pair)
+        gallery, repo = make_device(folder, pair)
         with SqliteGallery.open(gallery) as store:
-            put(store, pair.manifests[1].space, data.things(size))
+            put_items(store, pair.manifests[1].space, data.draw_items(size))
         pair.publish_second(repo)
         (folder / "done").touch()
     return folder
@@ -96,17 +96,17 @@ def filled(bench: Bench, pair: Publication, size: int) -> Path:
 
 def _search(bench: Bench, pair: Publication, devices: dict[int, Path]) -> Table:
     query = bench.folder / "query.png"
-    Image.fromarray(data.images(1, SIZE, seed=7)[0]).save(query)
+    Image.fromarray(data.draw_images(1, SIZE, seed=7)[0]).save(query)
     rows: list[Row] = []
     rounds: dict[str, Sequence[float]] = {}
     for size, folder in devices.items():
         gallery = folder / "gallery.sqlite"
-        done: list[Done] = []
+        done: list[CommandResult] = []
         contenders = [
             Contender("search", partial(_searched, gallery, query, done)),
-            Contender("bare", partial(bare.search_seconds, pair, query, gallery, THREADS)),
+            Contender("bare", partial(bare.time_search, pair, query, gallery, THREADS)),
         ]
-        measured = interleave(contenders, bench.size(1, 3, 5))
+        measured = run_interleaved(contenders, bench.size(1, 3, 5))
         search = measured["search"]
         rounds |= {f"{size} items, {name}": one.rounds for name, one in measured.items()}
         rows.append(
@@ -122,8 +122,8 @@ def _search(bench: Bench, pair: Publication, devices: dict[int, Path]) -> Table:
     return Table("search", rows, SEARCHED, rounds)
 
 
-def _searched(gallery: Path, query: Path, done: list[Done]) -> float:
-    return _seconds(edge(gallery, "search", query), done)
+def _searched(gallery: Path, query: Path, done: list[CommandResult]) -> float:
+    return _seconds(run_edge_client(gallery, "search", query), done)
 
 
 def _sync(bench: Bench, pair: Publication, devices: dict[int, Path]) -> Table:
@@ -152,15 +152,15 @@ def _sync(bench: Bench, pair: Publication, devices: dict[int, Path]) -> Table:
 
 def _synced(
     bench: Bench, pair: Publication, folder: Path, kind: str, size: int
-) -> tuple[dict[str, Measured], Row]:
+) -> tuple[dict[str, Measurement], Row]:
     """One size and kind: seconds of the command, of its upgrade and of the bare parts; memory and
     disk."""
-    done: list[Done] = []
+    done: list[CommandResult] = []
     disk: list[float] = []
 
     def command() -> float:
-        took = _seconds(synced(folder, kind), done)
-        disk.append(size_mib(folder / "copy" / "gallery.sqlite"))
+        took = _seconds(sync_copy(folder, kind), done)
+        disk.append(gallery_mib(folder / "copy" / "gallery.sqlite"))
         return took
 
     contenders = [
@@ -168,17 +168,17 @@ def _synced(
         Contender("bare", partial(_bare, folder, pair, kind)),
     ]
     rounds = bench.size(1, 2, 3) if size < 1_000_000 else 1
-    measured = interleave(contenders, rounds, warm=False)
-    measured["upgrade"] = Measured(tuple(one.answer["upgrade_seconds"] for one in done))
+    measured = run_interleaved(contenders, rounds, warm=False)
+    measured["upgrade"] = Measurement(tuple(one.answer["upgrade_seconds"] for one in done))
     return measured, {"peak MiB": round(max(one.mib for one in done)), "disk MiB": max(disk)}
 
 
-def _seconds(one: Done, done: list[Done]) -> float:
+def _seconds(one: CommandResult, done: list[CommandResult]) -> float:
     done.append(one)
     return one.seconds
 
 
-def copied(folder: Path) -> Path:
+def copy_device(folder: Path) -> Path:
     """A fresh copy of the device; its publication is shared, by the path that it remembers."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
@@ -188,13 +188,13 @@ def copied(folder: Path) -> Path:
     return copy / "gallery.sqlite"
 
 
-def synced(folder: Path, kind: str) -> Done:
+def sync_copy(folder: Path, kind: str) -> CommandResult:
     """`sync` of a fresh copy of the device."""
-    done = edge(copied(folder), "sync", f"--{kind}")
+    done = run_edge_client(copy_device(folder), "sync", f"--{kind}")
     assert done.answer["state"] == "upgraded", done.answer
     return done
 
 
 def _bare(folder: Path, pair: Publication, kind: str) -> float:
-    with SqliteGallery.open(copied(folder)) as store:
-        return bare.upgrade(store, pair, kind, THREADS).sum
+    with SqliteGallery.open(copy_device(folder)) as store:
+        return bare.time_upgrade(store, pair, kind, THREADS).total

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, interleave, seconds
+from bench.harness import Bench, Contender, Row, Table, run_interleaved, time_call
 from bench.topics.index import recall
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import All, Filter, OneOf, Range
@@ -39,7 +39,7 @@ FIRST_NOTE = (
 def run(bench: Bench) -> list[Table]:
     """Searches by selectivity; what first filters cost."""
     items = bench.size(10_000, 200_000, 200_000)
-    vectors, queries = data.things(items).new, data.things(QUERIES, seed=1).new
+    vectors, queries = data.draw_items(items).new, data.draw_items(QUERIES, seed=1).new
     with SqliteGallery.create(bench.folder / "gallery.sqlite", SPEC) as store:
         _fill(store, vectors)
         view = LiveView(store, SPEC.space)
@@ -89,9 +89,9 @@ def _firsts(store: SqliteGallery, filtering: FilterEngine, items: int) -> Table:
     rows: list[Row] = []
     for name, filtered in asked.items():
         ask = partial(filtering.find_matches, filtered)
-        first, again = seconds(ask), seconds(ask)
-        store.put(["item-0"], [NewVectors(SPEC.space, data.things(1).new)])
-        told = {"first ms": first, "again ms": again, "changed ms": seconds(ask)}
+        first, again = time_call(ask), time_call(ask)
+        store.put(["item-0"], [NewVectors(SPEC.space, data.draw_items(1).new)])
+        told = {"first ms": first, "again ms": again, "changed ms": time_call(ask)}
         rows.append({"filter on": name, **{column: 1e3 * one for column, one in told.items()}})
     return Table(f"First filters, {items:,} items", rows, FIRST_NOTE)
 
@@ -108,7 +108,7 @@ def _searches(
         Contender(name, _work(view, filtering, filtered, queries))
         for name, filtered in filters.items()
     ]
-    measured = interleave(contenders, bench.size(1, 5, 9))
+    measured = run_interleaved(contenders, bench.size(1, 5, 9))
     exact = ExactIndex(SPEC, np.arange(1, count + 1), vectors)
     rows: list[Row] = []
     for name, filtered in filters.items():
@@ -149,7 +149,7 @@ def _work(
 
     def work() -> float:
         return float(
-            np.median([seconds(partial(_search, view, filtering, filtered, one)) for one in each])
+            np.median([time_call(partial(_search, view, filtering, filtered, one)) for one in each])
         )
 
     return work

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, compared, interleave
-from bench.loaded import latency
-from bench.published import INNER, SIZE, Publication, publication
-from bench.serving import by_image, fill
+from bench.harness import Bench, Contender, Row, Table, comparison_table, run_interleaved
+from bench.loaded import latency_percentiles
+from bench.published import INNER, SIZE, Publication, make_publication
+from bench.serving import fill_gallery, image_requests
 from demo import gateway as calls
 from demo import serve
 from demo.children import Children
-from demo.latency import Window
+from demo.latency import ActivationWindow
 from demo.load import OK, SEARCH, Load, Run, write_requests
 from tests.support.postgres import running
 
@@ -36,18 +36,18 @@ SWAPPED = (
 
 
 def run(bench: Bench) -> list[Table]:
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     size = bench.size(500, 10_000, 100_000)
     repo = pair.copy_first(bench.folder / "publication")
     requests = bench.folder / "requests"
-    write_requests(requests, by_image(data.jpegs(QUERIES, SIZE, seed=1)))
+    write_requests(requests, image_requests(data.draw_jpegs(QUERIES, SIZE, seed=1)))
     with (
         running() as server, server.database() as url,
         _gateways(bench.folder, repo, url, 3) as addresses,
     ):  # fmt: skip
-        old, items = pair.manifests[1], data.things(size)
+        old, items = pair.manifests[1], data.draw_items(size)
         assert old.side_space is not None
-        fill(addresses[0], old.space, old.side_space, items.old, items.side)
+        fill_gallery(addresses[0], old.space, old.side_space, items.old, items.side)
         # The first searches of each load its model.
         shared = _served(bench, addresses[:2], requests, size)
         swapped = _swapped(bench, addresses, requests, size, pair, repo)
@@ -60,7 +60,7 @@ def _gateways(folder: Path, repo: Path, url: str, count: int) -> Iterator[list[s
     with Children(folder / "logs") as children:
         places = [serve.free_addresses(2) for _ in range(count)]
         for number, place in enumerate(places):
-            serve.start(
+            serve.start_gateway(
                 children, repo, folder / f"data{number}", place, "--store", url, "--triton",
                 "in-process", name=f"gateway-{number}",
             )  # fmt: skip
@@ -90,9 +90,11 @@ def _served(bench: Bench, addresses: Sequence[str], requests: Path, size: int) -
             Contender("one gateway", partial(rate, addresses[:1])),
             Contender("two gateways", partial(rate, addresses)),
         ]
-        measured = interleave(ways, bench.size(1, 5, 5))
+        measured = run_interleaved(ways, bench.size(1, 5, 5))
     note = SERVED.format(size=size, clients=CLIENTS)
-    return compared("Searches of one gateway and of two", "calls/s", measured, "one gateway", note)
+    return comparison_table(
+        "Searches of one gateway and of two", "calls/s", measured, "one gateway", note
+    )
 
 
 def _swapped(
@@ -112,22 +114,22 @@ def _swapped(
     return Table(title, _rows(met, windows), note)
 
 
-def _swap(address: str, number: int, pause: float) -> Window:
+def _swap(address: str, number: int, pause: float) -> ActivationWindow:
     """Forward, or back, by the gateway at `address`; then serve on for `pause` seconds."""
     with calls.connect(address) as connection:
         begun = time.monotonic()
         if number % 2 == 0:
-            serve.activate(connection, 2, "dual" if number % 4 else "cutover")
+            serve.activate_release(connection, 2, "dual" if number % 4 else "cutover")
         else:
             connection.rollback(confirm=True)
-        window = Window(begun, time.monotonic())
+        window = ActivationWindow(begun, time.monotonic())
     time.sleep(pause)
     return window
 
 
-def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
+def _rows(met: Run, windows: Sequence[ActivationWindow]) -> list[Row]:
     answers = met.answers
-    swapped = [answer for answer in answers if any(window.met(answer) for window in windows)]
+    swapped = [answer for answer in answers if any(window.overlaps(answer) for window in windows)]
     first, last = windows[0].start, windows[-1].end
     phases = {
         "before": [answer for answer in answers if answer.start + answer.seconds < first],
@@ -139,7 +141,7 @@ def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
     for name, found in phases.items():
         if len(found) < 2:
             continue
-        within = latency([answer.seconds for answer in found])
+        within = latency_percentiles([answer.seconds for answer in found])
         rows.append(
             {
                 "phase": name, "calls": len(found),

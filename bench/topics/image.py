@@ -10,10 +10,10 @@ from tritonclient.grpc import service_pb2
 
 from bench import data
 from bench.harness import Bench, Table
-from bench.loaded import table
-from bench.published import INNER, SIZE, publication
+from bench.loaded import load_table
+from bench.published import INNER, SIZE, make_publication
 from bench.record import ROOT
-from bench.serving import by_image, copy_filled, serving
+from bench.serving import copy_filled, image_requests, run_gateway
 from demo.load import SEARCH, write_requests
 from nobackfill.images import decode_image
 from nobackfill.release import manifest
@@ -39,25 +39,25 @@ def run(bench: Bench) -> list[Table]:
 
 
 def _table(bench: Bench, side: int) -> Table:
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER), size=side)
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER), size=side)
     size = bench.size(3000, 10_000, 100_000)
-    images = data.jpegs(QUERIES, side, seed=1)
+    images = data.draw_jpegs(QUERIES, side, seed=1)
     folder = bench.folder / str(side)
     folder.mkdir()
     asked, direct = folder / "asked", folder / "direct"
-    write_requests(asked, by_image(images))
+    write_requests(asked, image_requests(images))
     write_requests(direct, [_infer(image, side) for image in images])
     with ExitStack() as stack:
         triton = stack.enter_context(_triton(folder / "triton", pair.repo))
         # Pictures like those that are asked: what is like nothing stored is searched wider.
         copy_filled(bench, pair, size, folder, pictures=side)
-        gateway = stack.enter_context(serving(folder, pair.repo, triton))
+        gateway = stack.enter_context(run_gateway(folder, pair.repo, triton))
         gateway.settle()
         targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}
         title = f"Search by image of {side} x {side}, {size:,} items"
         note = NOTE.format(side=side, decoding=1e6 * _decoding_s(images, side))
         processes = {"gateway": gateway.process}
-        return table(bench, title, note, targets, ["triton"], "triton", processes=processes)
+        return load_table(bench, title, note, targets, ["triton"], "triton", processes=processes)
 
 
 def _decoding_s(images: Sequence[bytes], side: int) -> float:

@@ -8,7 +8,7 @@ import hnswlib
 import numpy as np
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
+from bench.harness import Bench, Contender, Row, Table, Value, measure_rate, run_interleaved
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
@@ -61,7 +61,7 @@ def run(bench: Bench) -> list[Table]:
     sizes: tuple[int, ...] = bench.size((500, 1000), small, full)
     tables, batches = [], {}
     for size in sizes:
-        items, queries = data.things(size), data.things(QUERIES, seed=1)
+        items, queries = data.draw_items(size), data.draw_items(QUERIES, seed=1)
         engines = _engines(items.new)
         true = engines[-1].search(queries.new)
         tables += [_table(bench, engines, queries.new, true, size, batch) for batch in (1, 32)]
@@ -114,12 +114,15 @@ def _table(
     rows: list[Row] = []
     rounds = {}
     for wanted in RECALLS:
-        chosen = {engine.name: reach(engine, queries, true, wanted, batch) for engine in engines}
+        chosen = {
+            engine.name: smallest_sufficient_ef(engine, queries, true, wanted, batch)
+            for engine in engines
+        }
         contenders = [
             Contender(engine.name, _work(bench, engine, chosen[engine.name][0], queries, batch))
             for engine in engines
         ]
-        measured = interleave(contenders, bench.size(1, 3, 7))
+        measured = run_interleaved(contenders, bench.size(1, 3, 7))
         for name, figures in measured.items():
             ef, reached = chosen[name]
             rows.append(
@@ -138,7 +141,7 @@ def _table(
     return Table(title, rows, NOTE if batch == 1 else "", rounds)
 
 
-def reach(
+def smallest_sufficient_ef(
     engine: Engine, queries: Vectors, true: Labels, wanted: float, batch: int
 ) -> tuple[int | None, float]:
     """The smallest ef at which `engine` finds that share of the true neighbours, asked in batches
@@ -176,6 +179,6 @@ def _work(
             for one in some:
                 engine.search(one)
 
-        return rate(all_of_them, sum(map(len, some)), at_least=0.01 if bench.tiny else 0.2)
+        return measure_rate(all_of_them, sum(map(len, some)), at_least=0.01 if bench.tiny else 0.2)
 
     return work

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from bench.harness import Bench, Contender, Row, Table, compared, interleave
+from bench.harness import Bench, Contender, Row, Table, comparison_table, run_interleaved
 from bench.photos import write_photos
 from nobackfill.class_folders import list_images
 from nobackfill.training.data.pictures import Pictures, ReadingOptions, in_batches, open_pictures
@@ -69,8 +69,10 @@ def _speed(bench: Bench, folder: Path, count: int, title: str) -> Table:
     # The first pass of each starts its readers, and fills the cache.
     for contender in contenders:
         contender.run()
-    measured = interleave(contenders, bench.size(1, 3, 3))
-    return compared(f"{title}, {count:,} of them", "images/s", measured, "torchvision", SPEED)
+    measured = run_interleaved(contenders, bench.size(1, 3, 3))
+    return comparison_table(
+        f"{title}, {count:,} of them", "images/s", measured, "torchvision", SPEED
+    )
 
 
 def _batches(rows: Tensor) -> list[Tensor]:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import data
-from bench.flips import flips
-from bench.harness import Bench, Contender, Row, Table, interleave, seconds
-from bench.published import INNER, Publication, publication
-from bench.searching import Found, Way, recall, side_by_side
+from bench.flips import measure_flips
+from bench.harness import Bench, Contender, Row, Table, run_interleaved, time_call
+from bench.published import INNER, Publication, make_publication
+from bench.searching import Found, Way, compare_searches, recall_of_labels
 from nobackfill.gallery.filters import Filter, OneOf, Range
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
@@ -24,7 +24,7 @@ from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     # It needs the extra `milvus`.
-    from bench.fed import Fed
+    from bench.fed import FedGallery
 
 K, QUERIES, FILTERED = 10, 200, 30
 SHARES = (0.5, 0.1, 0.01, 0.001)
@@ -54,12 +54,12 @@ def run(bench: Bench) -> list[Table]:
     count = bench.size(6_000, 20_000, 200_000)
     if importlib.util.find_spec("milvus") is None:
         return [Table("Vectors in Milvus", [{"step": "no Milvus is installed here"}])]
-    from bench.fed import fed
+    from bench.fed import open_fed_gallery
 
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    items = data.things(count)
-    asked = data.things(bench.size(20, QUERIES, QUERIES), seed=1)
-    with fed(bench.folder, SpaceSpec.of(pair.manifests[1])) as made:
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    items = data.draw_items(count)
+    asked = data.draw_items(bench.size(20, QUERIES, QUERIES), seed=1)
+    with open_fed_gallery(bench.folder, SpaceSpec.of(pair.manifests[1])) as made:
         life = _Life(made, count)
         metadata = [_metadata(count, row) for row in range(count)]
         first = made.store.active()
@@ -71,7 +71,7 @@ def run(bench: Bench) -> list[Table]:
         second = made.store.space(SpaceSpec.of(pair.manifests[2]).space)
         life.waits("2", second)
         specs = [first.spec, second.spec]
-        tables.append(flips(bench, made.store, specs, made.candidates))
+        tables.append(measure_flips(bench, made.store, specs, made.candidates))
         note = LIFE.format(count=count)
         return [Table("Life of a gallery beside Milvus", life.rows, note), *tables]
 
@@ -79,22 +79,25 @@ def run(bench: Bench) -> list[Table]:
 class _Life:
     """What each step takes."""
 
-    def __init__(self, made: "Fed", count: int) -> None:
+    def __init__(self, made: "FedGallery", count: int) -> None:
         self._made, self._count = made, count
         self.rows: list[Row] = []
 
     def step(self, name: str, work: Callable[[], object]) -> None:
-        took = seconds(work)
+        took = time_call(work)
         self.rows.append({"step": name, "seconds": took, "items/s": self._count / took})
 
     def waits(self, space: str, info: SpaceInfo) -> None:
-        for name, wait in (("told", self._made.told), ("ready", self._made.ready)):
+        for name, wait in (
+            ("told", self._made.wait_until_told),
+            ("ready", self._made.wait_until_ready),
+        ):
             self.rows.append(
-                {"step": f"{name}, space {space}", "seconds": seconds(partial(wait, info))}
+                {"step": f"{name}, space {space}", "seconds": time_call(partial(wait, info))}
             )
 
 
-def _carry(made: "Fed", pair: Publication) -> None:
+def _carry(made: "FedGallery", pair: Publication) -> None:
     route = plan_route(pair.manifests, 1, 2, pair.manifests[1].side_space)
     assert route is not None, "release 2 has an upgrade from 1"
     runner = open_route(pair.repo, route, 2, int8=True)
@@ -107,8 +110,10 @@ def _metadata(count: int, row: int) -> dict[str, Any]:
     return shares | {"number": number, "tags": ["all", f"tag {row % 50}"], "flag": row % 2 == 0}
 
 
-def _searches(bench: Bench, made: "Fed", info: SpaceInfo, queries: Vectors, clients: int) -> Table:
-    searcher, alone = made.searcher(info), made.bare(info)
+def _searches(
+    bench: Bench, made: "FedGallery", info: SpaceInfo, queries: Vectors, clients: int
+) -> Table:
+    searcher, alone = made.open_searcher(info), made.search_milvus_alone(info)
 
     def ours(row: int) -> Found:
         (found,) = searcher.search(queries[row % len(queries)][None], K).labels
@@ -123,11 +128,11 @@ def _searches(bench: Bench, made: "Fed", info: SpaceInfo, queries: Vectors, clie
     truth = exact.search(queries, K).labels.tolist()
     title = f"Searches beside Milvus, clients: {clients}"
     count = clients * bench.size(5, 40, 40)
-    return side_by_side(bench, title, SEARCHED, ways, truth, clients, count)
+    return compare_searches(bench, title, SEARCHED, ways, truth, clients, count)
 
 
 def _filters(
-    bench: Bench, made: "Fed", info: SpaceInfo, vectors: Vectors, queries: Vectors
+    bench: Bench, made: "FedGallery", info: SpaceInfo, vectors: Vectors, queries: Vectors
 ) -> Table:
     from nobackfill.plugins.milvus.expressions import expression_of
 
@@ -140,7 +145,7 @@ def _filters(
         title, parts, most = f"{share:.1%}", round(1 / share), round(share * count)
         asked[f"equality, {title}"] = (OneOf(title, ("class 0",)), numbers % parts == 0)
         asked[f"range, {title}"] = (Range("number", less_than=most), numbers < most)
-    searcher, alone = made.searcher(info), made.bare(info)
+    searcher, alone = made.open_searcher(info), made.search_milvus_alone(info)
 
     def ours(query: Vectors, filtered: Filter | None) -> Found:
         return [int(label) for label in searcher.search(query[None], K, filtered).labels[0]]
@@ -159,13 +164,13 @@ def _filters(
             Contender(way, partial(_median_ms, search, queries, filtered))
             for way, search in ways.items()
         ]
-        measured = interleave(contenders, bench.size(1, 3, 5))
+        measured = run_interleaved(contenders, bench.size(1, 3, 5))
         rounds |= {f"{name}, {way}": figures.rounds for way, figures in measured.items()}
         true = exact.search(queries, K, passing).labels.tolist()
         rows.append(
             {
                 "filter": name,
-                "recall@10": recall(true, [ours(query, filtered) for query in queries]),
+                "recall@10": recall_of_labels(true, [ours(query, filtered) for query in queries]),
                 "ms": measured["store"].median,
                 "spread": measured["store"].spread_text,
                 "bare ms": measured["bare"].median,
@@ -176,4 +181,4 @@ def _filters(
 
 
 def _median_ms(search: Search, queries: Vectors, filtered: Filter | None) -> float:
-    return 1e3 * float(np.median([seconds(partial(search, one, filtered)) for one in queries]))
+    return 1e3 * float(np.median([time_call(partial(search, one, filtered)) for one in queries]))

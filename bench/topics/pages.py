@@ -11,10 +11,10 @@ import numpy as np
 
 from bench import data
 from bench.galleries import PUT_ROWS
-from bench.harness import Bench, Row, Table, seconds
+from bench.harness import Bench, Row, Table, time_call
 from bench.photos import write_photos
-from bench.published import INNER, SIZE, Publication, publication
-from bench.topics.edge import device
+from bench.published import INNER, SIZE, Publication, make_publication
+from bench.topics.edge import make_device
 from nobackfill.client.device import Device
 from nobackfill.client.photos import read_image
 from nobackfill.gallery.sqlite_file import find_space, vector_table
@@ -41,7 +41,7 @@ Ask = Callable[[str, bytes | None], None]
 
 def run(bench: Bench) -> list[Table]:
     """Each size, each page."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     photos = bench.folder / "photos"
     side = bench.size(8, 1, 1)
     write_photos(photos, bench.size(20, PHOTOS, PHOTOS), HEIGHT // side, WIDTH // side, 10)
@@ -55,8 +55,8 @@ def run(bench: Bench) -> list[Table]:
 
 def _filled(folder: Path, pair: Publication, size: int, photos: list[Path]) -> Path:
     """A gallery of so many photos, as an upgrade left it that says how sure it is."""
-    gallery, _ = device(folder, pair)
-    things, digests = data.things(size), [read_image(photo)[1] for photo in photos]
+    gallery, _ = make_device(folder, pair)
+    things, digests = data.draw_items(size), [read_image(photo)[1] for photo in photos]
     with Device(gallery) as opened:
         space = opened.store.active().spec.space
         for start in range(0, size, PUT_ROWS):
@@ -104,7 +104,7 @@ def _served(gallery: Path) -> Iterator[Ask]:
 
 def _measured(bench: Bench, gallery: Path, size: int) -> list[Row]:
     middle = size // 2
-    pictures = itertools.cycle(data.jpegs(20, SIZE, seed=7))
+    pictures = itertools.cycle(data.draw_jpegs(20, SIZE, seed=7))
     labels = np.random.default_rng(1).integers(1, size + 1, 1000).tolist()
     asked: dict[str, Callable[[], tuple[str, bytes | None]]] = {
         "grid, its beginning": lambda: ("", None),
@@ -139,4 +139,4 @@ def _measured(bench: Bench, gallery: Path, size: int) -> list[Row]:
 
 
 def _milliseconds(ask: Ask, path: str, body: bytes | None) -> float:
-    return 1000 * seconds(lambda: ask(path, body))
+    return 1000 * time_call(lambda: ask(path, body))

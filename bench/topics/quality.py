@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from bench import bare
-from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
-from bench.models import First, int8_path, multiplications
+from bench.harness import Bench, Contender, Row, Table, Value, measure_rate, run_interleaved
+from bench.models import EmbeddingOnly, count_multiplications, int8_path
 from bench.record import ROOT
-from demo.data import prepare
+from demo.data import prepare_images
 from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.metrics.compatibility import retention
 from nobackfill.metrics.ranking import relevance_by_label
@@ -44,7 +44,7 @@ Config = dict[str, Any]
 def run(bench: Bench) -> list[Table]:
     """Train once, then measure each transform."""
     images, runs = bench.folder / "images", bench.folder / "runs"
-    prepare(images, None, seed=0, limit=60 if bench.tiny else None)
+    prepare_images(images, None, seed=0, limit=60 if bench.tiny else None)
     common: Config = {"images": str(images / "train")}
     if not bench.full:
         common |= {"epochs": bench.size(1, 20, 0), "warmup_epochs": bench.size(0, 2, 0)}
@@ -128,13 +128,13 @@ def _rows(
             inputs["side"] = found["server", "side_encoder-1"]
         _export(upgrade, inputs, path)
         for kind, file in (("fp32", path), ("int8", int8_path(path))):
-            session = bare.session(file)
+            session = bare.open_session(file)
             upgraded = session.run(None, inputs)[0]
             title = f"{name}, {kind}"
             rows.append(_row(title, quality(queries, upgraded), best))
-            costs[title] = multiplications(upgrade)
+            costs[title] = count_multiplications(upgrade)
             contenders.append(Contender(title, _work(bench, session, inputs)))
-    measured = interleave(contenders, bench.size(1, 3, 7))
+    measured = run_interleaved(contenders, bench.size(1, 3, 7))
     for row in rows:
         name = str(row["gallery"])
         if name in measured:
@@ -158,11 +158,11 @@ def _row(name: str, scores: dict[str, float], best: dict[str, float]) -> dict[st
 
 def _export(upgrade: UpgradeNetwork, inputs: dict[str, Vectors], path: Path) -> None:
     example = {name: torch.from_numpy(values[:2]) for name, values in inputs.items()}
-    export_onnx(First(upgrade), example, ("upgraded",), path)
+    export_onnx(EmbeddingOnly(upgrade), example, ("upgraded",), path)
     quantise(path, int8_path(path))
 
 
 def _work(bench: Bench, session: Any, inputs: dict[str, Vectors]) -> Any:
     some = {name: np.resize(values, (1024, values.shape[1])) for name, values in inputs.items()}
     least = 0.01 if bench.tiny else 0.3
-    return lambda: rate(lambda: session.run(None, some), 1024, at_least=least)
+    return lambda: measure_rate(lambda: session.run(None, some), 1024, at_least=least)

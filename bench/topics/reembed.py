@@ -9,10 +9,10 @@ from pathlib import Path
 from PIL import Image
 
 from bench import data
-from bench.commands import edge
-from bench.harness import Bench, Contender, Measured, Row, Table, interleave
-from bench.published import INNER, NARROW, SIZE, Publication, publication
-from bench.topics.edge import copied, device, filled, synced
+from bench.commands import run_edge_client
+from bench.harness import Bench, Contender, Measurement, Row, Table, run_interleaved
+from bench.published import INNER, NARROW, SIZE, Publication, make_publication
+from bench.topics.edge import copy_device, make_device, make_filled_device, sync_copy
 
 # torchvision's name, pixels, images embedded a round.
 BACKBONES = (("resnet18", 224, 64), ("resnet50", 224, 32), ("mobilenet_v3_large", 224, 128))
@@ -39,8 +39,8 @@ class Way:
 def run(bench: Bench) -> list[Table]:
     """Items a second of each way, and how many times the upgrade is faster."""
     size = bench.size(300, 100_000, 100_000)
-    wide = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    narrow = publication(bench.shared, inner=bench.size(32, NARROW, NARROW))
+    wide = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    narrow = make_publication(bench.shared, inner=bench.size(32, NARROW, NARROW))
     ways = [
         _syncing(bench, "sync, FCT fp32", wide, "fp32", size),
         _syncing(bench, "sync, FCT int8", wide, "int8", size),
@@ -52,7 +52,7 @@ def run(bench: Bench) -> list[Table]:
         )
     met: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
     contenders = [Contender(way.name, partial(_rate, way, met[way.name])) for way in ways]
-    measured = interleave(contenders, bench.size(1, 2, 5), warm=False)
+    measured = run_interleaved(contenders, bench.size(1, 2, 5), warm=False)
     rows = [_row(way, measured, met[way.name]) for way in ways]
     rounds = {name: figures.rounds for name, figures in measured.items()}
     for name, both in met.items():
@@ -67,7 +67,7 @@ def _rate(way: Way, met: list[tuple[float, float]]) -> float:
     return (way.items - 1) / (whole - one)
 
 
-def _row(way: Way, measured: dict[str, Measured], met: list[tuple[float, float]]) -> Row:
+def _row(way: Way, measured: dict[str, Measurement], met: list[tuple[float, float]]) -> Row:
     figures = measured[way.name]
     whole, one = map(statistics.median, zip(*met, strict=True))
     row = {
@@ -86,21 +86,23 @@ def _row(way: Way, measured: dict[str, Measured], met: list[tuple[float, float]]
 
 
 def _syncing(bench: Bench, name: str, pair: Publication, kind: str, size: int) -> Way:
-    many, single = (filled(bench, pair, count) for count in (size, 1))
-    return Way(name, size, lambda: synced(many, kind).seconds, lambda: synced(single, kind).seconds)
+    many, single = (make_filled_device(bench, pair, count) for count in (size, 1))
+    return Way(
+        name, size, lambda: sync_copy(many, kind).seconds, lambda: sync_copy(single, kind).seconds
+    )
 
 
 def _adding(bench: Bench, backbone: str, pixels: int, count: int) -> Way:
     inner = bench.size(32, NARROW, NARROW)
-    pair = publication(bench.shared, inner=inner, backbone=backbone, size=pixels)
+    pair = make_publication(bench.shared, inner=inner, backbone=backbone, size=pixels)
     folder = bench.folder / backbone
-    device(folder, pair)
+    make_device(folder, pair)
     images, single = folder / "images", folder / "image"
     _photos(images, count, pixels)
     _photos(single, 1, pixels)
 
     def seconds(some: Path) -> float:
-        done = edge(copied(folder), "add", some)
+        done = run_edge_client(copy_device(folder), "add", some)
         assert len(done.answer["added"]) == len(list(some.iterdir()))
         return done.seconds
 
@@ -109,5 +111,5 @@ def _adding(bench: Bench, backbone: str, pixels: int, count: int) -> Way:
 
 def _photos(folder: Path, count: int, pixels: int) -> None:
     folder.mkdir()
-    for number, image in enumerate(data.images(count, pixels)):
+    for number, image in enumerate(data.draw_images(count, pixels)):
         Image.fromarray(image).save(folder / f"{number}.jpg", quality=90)

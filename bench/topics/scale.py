@@ -10,10 +10,10 @@ from pgvector.psycopg import register_vector
 
 from bench import data
 from bench.harness import Bench, Row, Table
-from bench.published import INNER, publication
-from bench.searching import Found, side_by_side
-from bench.simulation import Plan, simulate
-from bench.upgrades import Upgrading, fill
+from bench.published import INNER, make_publication
+from bench.searching import Found, compare_searches
+from bench.simulation import UpgradePlan, simulate_upgrade
+from bench.upgrades import UpgradeContenders, fill_gallery
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.postgresql import schema
@@ -43,15 +43,15 @@ SIMULATED = (
 def run(bench: Bench) -> list[Table]:
     """The large size: upgrades alone."""
     size = bench.size(2_100, 100_000, 1_000_000)
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     with running() as server, server.database() as url, closing(Database(url, 40)) as database:
         database.open(schema.prepare)
         store = PostgresqlGalleries(database).create("g", [SpaceSpec.of(pair.manifests[1])], {})
-        fill(store, size, graph=not bench.full)
-        upgrading = Upgrading(store, pair)
+        fill_gallery(store, size, graph=not bench.full)
+        upgrading = UpgradeContenders(store, pair)
         tables = upgrading.tables(bench)
         if not bench.full:
-            queries = data.things(500, seed=1).old
+            queries = data.draw_items(500, seed=1).old
             tables += [
                 _searches(bench, store, url, queries, n) for n in bench.size((2,), (1, 32), ())
             ]
@@ -94,7 +94,7 @@ def _searches(
         truth = exact.search(queries[:RECALLED], K).labels.tolist()
         title = f"Searches in PostgreSQL, clients: {clients}"
         ways = {"bare": bare, "store": ours}
-        return side_by_side(bench, title, SEARCHED, ways, truth, clients, count)
+        return compare_searches(bench, title, SEARCHED, ways, truth, clients, count)
 
 
 def _plans(bench: Bench, rates: dict[str, list[float]]) -> Table:
@@ -105,14 +105,14 @@ def _plans(bench: Bench, rates: dict[str, list[float]]) -> Table:
     rows: list[Row] = []
     for workers, lanes in bench.size(((8, 2),), PLANNED, PLANNED):
         items = bench.size(10_000_000, 1_000_000_000, 1_000_000_000)
-        plan = Plan(items, 65_536, workers, lanes, read, carry, write)
-        runs = [simulate(plan, seed) for seed in range(bench.size(3, 20, 20))]
+        plan = UpgradePlan(items, 65_536, workers, lanes, read, carry, write)
+        runs = [simulate_upgrade(plan, seed) for seed in range(bench.size(3, 20, 20))]
         hours = [one.hours for one in runs]
         rows.append(
             {
                 "cores": workers, "lanes": lanes, "least hours": plan.least_hours,
                 "hours": statistics.median(hours), "from": min(hours), "to": max(hours),
-                "lost": statistics.median(one.lost for one in runs),
+                "lost": statistics.median(one.lost_workers for one in runs),
                 "core hours": (workers + lanes) * statistics.median(hours),
             }
         )  # fmt: skip

@@ -5,9 +5,9 @@ from typing import Any
 
 from bench import data, echo
 from bench.harness import Bench, Table
-from bench.loaded import table
-from bench.published import INNER, Publication, publication
-from bench.serving import by_embedding, copy_filled, echoing, serving
+from bench.loaded import load_table
+from bench.published import INNER, Publication, make_publication
+from bench.serving import copy_filled, embedding_requests, run_echo, run_gateway
 from demo.load import SEARCH, write_requests
 from nobackfill.wire.connection import open_channel
 
@@ -22,7 +22,7 @@ NOTE = (
 
 def run(bench: Bench) -> list[Table]:
     """Each size, each number of clients."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     sizes: tuple[int, ...] = bench.size((3000,), (10_000, 100_000), (10_000, 100_000, 1_000_000))
     return [_table(bench, pair, size) for size in sizes]
 
@@ -31,21 +31,21 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
     folder = bench.folder / str(size)
     folder.mkdir()
     copy_filled(bench, pair, size, folder)
-    queries = by_embedding(pair.manifests[2].space, data.things(QUERIES, seed=1).new)
+    queries = embedding_requests(pair.manifests[2].space, data.draw_items(QUERIES, seed=1).new)
     requests = write_requests(folder / "requests", queries)
     with ExitStack() as stack:
-        gateway = stack.enter_context(serving(folder, pair.repo))
+        gateway = stack.enter_context(run_gateway(folder, pair.repo))
         gateway.settle()
         answer = _answer_bytes(gateway.address, queries[0])
         targets = {"gateway": (gateway.address, SEARCH, requests)}
         processes = {"gateway": gateway.process}
         for kind in ("aio", "sync"):
-            address, processes[f"echo {kind}"] = stack.enter_context(echoing(kind, answer))
+            address, processes[f"echo {kind}"] = stack.enter_context(run_echo(kind, answer))
             targets[f"echo {kind}"] = (address, echo.METHOD, requests)
         title = f"Search by embedding, {size:,} items of {data.DIM} dims"
         note = NOTE.format(answer=answer)
         limits = ["echo aio", "echo sync"]
-        return table(bench, title, note, targets, limits, "echo", processes=processes)
+        return load_table(bench, title, note, targets, limits, "echo", processes=processes)
 
 
 def _answer_bytes(address: str, request: bytes) -> int:

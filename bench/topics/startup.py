@@ -10,10 +10,10 @@ from pathlib import Path
 from PIL import Image
 
 from bench import data
-from bench.commands import command, edge
-from bench.galleries import put
-from bench.harness import Bench, Contender, Row, Table, interleave
-from bench.published import INNER, SIZE, Publication, publication
+from bench.commands import run_command, run_edge_client
+from bench.galleries import put_items
+from bench.harness import Bench, Contender, Row, Table, run_interleaved
+from bench.published import INNER, SIZE, Publication, make_publication
 from bench.serving import GALLERY, copy_filled
 from demo import serve
 from demo.children import Children
@@ -35,26 +35,28 @@ GATEWAY = (
 
 def run(bench: Bench) -> list[Table]:
     """Device, then gateway."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     return [_device(bench, pair), _gateway(bench, pair)]
 
 
 def _device(bench: Bench, pair: Publication) -> Table:
     size = bench.size(300, 10_000, 10_000)
     gallery = bench.folder / "gallery.sqlite"
-    edge(gallery, "init", "--from", pair.repo, "--root", pair.repo / "1.root.json")
+    run_edge_client(gallery, "init", "--from", pair.repo, "--root", pair.repo / "1.root.json")
     with SqliteGallery.open(gallery) as store:
-        put(store, pair.manifests[2].space, data.things(size))
+        put_items(store, pair.manifests[2].space, data.draw_items(size))
     query = bench.folder / "query.png"
-    Image.fromarray(data.images(1, SIZE, seed=7)[0]).save(query)
+    Image.fromarray(data.draw_images(1, SIZE, seed=7)[0]).save(query)
     bare = [sys.executable, "-c", "import numpy, onnxruntime; print('{}')"]
     contenders = [
-        Contender("python", lambda: command(bare, bench.folder).seconds),
-        Contender("search IMAGE", lambda: edge(gallery, "search", query).seconds),
-        Contender("search --id", lambda: edge(gallery, "search", "--id", "item-0").seconds),
-        Contender("status", lambda: edge(gallery, "status").seconds),
+        Contender("python", lambda: run_command(bare, bench.folder).seconds),
+        Contender("search IMAGE", lambda: run_edge_client(gallery, "search", query).seconds),
+        Contender(
+            "search --id", lambda: run_edge_client(gallery, "search", "--id", "item-0").seconds
+        ),
+        Contender("status", lambda: run_edge_client(gallery, "status").seconds),
     ]
-    measured = interleave(contenders, bench.size(1, 7, 9))
+    measured = run_interleaved(contenders, bench.size(1, 7, 9))
     rows: list[Row] = [
         {
             "command": name,
@@ -70,7 +72,7 @@ def _device(bench: Bench, pair: Publication) -> Table:
 
 def _gateway(bench: Bench, pair: Publication) -> Table:
     sizes: tuple[int, ...] = bench.size((300,), (100_000,), (100_000, 1_000_000))
-    (image,) = data.jpegs(1, SIZE)
+    (image,) = data.draw_jpegs(1, SIZE)
 
     def searched(gateway: Gateway) -> bool:
         return bool(gateway.search(GALLERY, image=image).hits)

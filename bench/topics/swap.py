@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from bench import data
 from bench.harness import Bench, Row, Table
-from bench.loaded import latency
-from bench.published import INNER, SIZE, publication
-from bench.serving import GALLERY, Gateway, by_image, fill, serving
+from bench.loaded import latency_percentiles
+from bench.published import INNER, SIZE, make_publication
+from bench.serving import GALLERY, Gateway, fill_gallery, image_requests, run_gateway
 from demo import gateway as calls
 from demo import serve
-from demo.latency import Window
+from demo.latency import ActivationWindow
 from demo.load import SEARCH, Load, Run, write_requests
 
 CLIENTS = 8
@@ -25,7 +25,7 @@ NOTE = (
 
 def run(bench: Bench) -> list[Table]:
     """Steady, the first swap with its upgrade, the others, steady again."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
     old = pair.manifests[1]
     assert old.side_space is not None
     size, swaps = bench.size(2500, 20_000, 100_000), bench.size(2, 10, 10)
@@ -33,10 +33,10 @@ def run(bench: Bench) -> list[Table]:
     steady = bench.size(1.0, 5.0, 10.0)
     repo = pair.copy_first(bench.folder / "publication")
     requests = bench.folder / "requests"
-    write_requests(requests, by_image(data.jpegs(QUERIES, SIZE, seed=1)))
-    with serving(bench.folder, repo) as gateway, Load() as load:
-        items = data.things(size)
-        fill(gateway.address, old.space, old.side_space, items.old, items.side)
+    write_requests(requests, image_requests(data.draw_jpegs(QUERIES, SIZE, seed=1)))
+    with run_gateway(bench.folder, repo) as gateway, Load() as load:
+        items = data.draw_items(size)
+        fill_gallery(gateway.address, old.space, old.side_space, items.old, items.side)
         gateway.settle()
         warm = load.run(gateway.address, SEARCH, requests, CLIENTS, steady)
         # So that the requests are spread over all swaps.
@@ -69,24 +69,24 @@ def run(bench: Bench) -> list[Table]:
     return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("Costs of the swaps", cost)]
 
 
-def _swap(gateway: Gateway, number: int, pause: float) -> Window:
+def _swap(gateway: Gateway, number: int, pause: float) -> ActivationWindow:
     """Forward, or back; then serve on for `pause` seconds."""
     with calls.connect(gateway.address) as connection:
         begun = time.monotonic()
         if number % 2 == 0:
-            serve.activate(connection, 2, "cutover")
+            serve.activate_release(connection, 2, "cutover")
         else:
             connection.rollback(confirm=True)
-        window = Window(begun, time.monotonic())
+        window = ActivationWindow(begun, time.monotonic())
         assert connection.get_gallery(GALLERY).release == 2 - number % 2
     time.sleep(pause)
     return window
 
 
-def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
+def _rows(met: Run, windows: Sequence[ActivationWindow]) -> list[Row]:
     spans = list(zip(met.starts, met.latencies, strict=True))
 
-    def during(some: Sequence[Window]) -> list[float]:
+    def during(some: Sequence[ActivationWindow]) -> list[float]:
         return [s for start, s in spans if any(start < w.end and start + s > w.start for w in some)]
 
     first, last = windows[0].start, windows[-1].end
@@ -98,12 +98,12 @@ def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
         "other swaps": (during(windows[1:]), sum(w.end - w.start for w in windows[1:])),
         "after": (after, met.starts[0] + met.seconds - last),
     }
-    steady = latency(before).p99
+    steady = latency_percentiles(before).p99
     rows: list[Row] = []
     for name, (calls_met, seconds) in phases.items():
         if len(calls_met) < 2:
             continue
-        within = latency(calls_met)
+        within = latency_percentiles(calls_met)
         rows.append(
             {
                 "phase": name,
@@ -119,5 +119,5 @@ def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
     return rows
 
 
-def _mean(windows: Sequence[Window]) -> float:
+def _mean(windows: Sequence[ActivationWindow]) -> float:
     return sum(w.end - w.start for w in windows) / max(1, len(windows))

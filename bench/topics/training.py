@@ -10,7 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from bench import data
-from bench.harness import Bench, Contender, Measured, Row, Table, compared, interleave
+from bench.harness import (
+    Bench,
+    Contender,
+    Measurement,
+    Row,
+    Table,
+    comparison_table,
+    run_interleaved,
+)
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
@@ -87,14 +95,14 @@ def _on_card(bench: Bench, backbone: str, width: int, batch: int, batches: int) 
     count = bench.size(4, batches, batches) * batch
     measured = _beside_bare(bench, config, changed, count, 100)
     card = torch.cuda.get_device_name()
-    return compared(f"{backbone} on {card}", "images/s", measured, "bare torch", CARD)
+    return comparison_table(f"{backbone} on {card}", "images/s", measured, "bare torch", CARD)
 
 
 def _loop(bench: Bench) -> Table:
     changed = Augmentation(translate=0.1, rotate_degrees=10, scale=0.1)
     count = bench.size(256, 2048, 8192)
     measured = _beside_bare(bench, partial(_config, bench), changed, count, CLASSES)
-    return compared("Training loop", "images/s", measured, "bare torch", LOOP)
+    return comparison_table("Training loop", "images/s", measured, "bare torch", LOOP)
 
 
 def _beside_bare(
@@ -103,9 +111,9 @@ def _beside_bare(
     changed: Augmentation,
     count: int,
     classes: int,
-) -> dict[str, Measured]:
+) -> dict[str, Measurement]:
     """Train an epoch of `count` images by the loop and by a bare one, on the configured device."""
-    images = torch.from_numpy(data.images(count, PIXELS))
+    images = torch.from_numpy(data.draw_images(count, PIXELS))
     labels = torch.from_numpy(np.random.default_rng(0).integers(0, classes, count))
     names = tuple(str(n) for n in range(classes))
     plain = Augmentation()
@@ -152,7 +160,7 @@ def _beside_bare(
         Contender("ours", lambda: ours(plain)),
         Contender("ours, augmented", lambda: ours(changed)),
     ]
-    return interleave(contenders, bench.size(1, 3, 7))
+    return run_interleaved(contenders, bench.size(1, 3, 7))
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ class _Held:
 def _cache(bench: Bench) -> Table:
     """Features of a frozen model: computed, and found again."""
     count = bench.size(256, 4096, 16384)
-    images = _Held(torch.from_numpy(data.images(count, PIXELS)))
+    images = _Held(torch.from_numpy(data.draw_images(count, PIXELS)))
     objective = EmbedderObjective(_config(bench, 0, Augmentation()), CLASSES)
     network = objective.embedder.eval()
 
@@ -196,7 +204,7 @@ def _evaluation(bench: Bench) -> Table:
     sizes = [bench.size(300, 10_000, 10_000)] + [50_000] * bench.full
     rows: list[Row] = []
     for size in sizes:
-        vectors = data.things(size).new
+        vectors = data.draw_items(size).new
         # Another seed than that of the vectors: their clusters must not be the labels.
         labels = np.random.default_rng(11).integers(0, 100, size)
         relevance = relevance_by_label(labels, labels, np.arange(size), np.arange(size))

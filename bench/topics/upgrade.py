@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from bench import bare, data
-from bench.galleries import fill
-from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
-from bench.published import INNER, Publication, publication
+from bench.galleries import fill_gallery
+from bench.harness import Bench, Contender, Measurement, Row, Table, run_interleaved, time_call
+from bench.published import INNER, Publication, make_publication
 from bench.topics.index import recall
 from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
@@ -42,7 +42,7 @@ PARTS = (
 Seconds = dict[str, float]
 
 
-class Timed:
+class TimedRunner:
     """A runner; `seconds` it took so far."""
 
     def __init__(self, runner: Runner) -> None:
@@ -59,7 +59,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Work:
+class UpgradeFixture:
     """What every part needs: a filled gallery to copy, the publication, the old graph."""
 
     folder: Path
@@ -84,15 +84,15 @@ class Work:
 def run(bench: Bench) -> list[Table]:
     """Parts and whole, then what the inherited graph finds."""
     count = bench.size(3000, 100_000, 100_000)
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    items = data.things(count)
+    pair = make_publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    items = data.draw_items(count)
     original = bench.folder / "gallery.sqlite"
-    with fill(original, pair.manifests[1], items) as store:
+    with fill_gallery(original, pair.manifests[1], items) as store:
         labels, vectors = store.load_vectors(pair.manifests[1].space)
     old = hnsw.build_index(
         SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS
     )
-    work = Work(bench.folder, pair, original, old)
+    work = UpgradeFixture(bench.folder, pair, original, old)
     measured = _measured(bench, work)
     rows = [_row(name, figures, measured, count) for name, figures in measured.items()]
     rounds = {name: figures.rounds for name, figures in measured.items()}
@@ -100,11 +100,11 @@ def run(bench: Bench) -> list[Table]:
     return [parts, *_indexes(bench, work, items)]
 
 
-def _measured(bench: Bench, work: Work) -> dict[str, Measured]:
+def _measured(bench: Bench, work: UpgradeFixture) -> dict[str, Measurement]:
     """Every part by name and kind, from interleaved rounds of bare and ours."""
     met: dict[str, list[float]] = {}
 
-    def one(way: Callable[[Work, str], Seconds], kind: str) -> float:
+    def one(way: Callable[[UpgradeFixture, str], Seconds], kind: str) -> float:
         parts = way(work, kind)
         for name, took in parts.items():
             met.setdefault(f"{name}, {kind}", []).append(took)
@@ -115,11 +115,11 @@ def _measured(bench: Bench, work: Work) -> dict[str, Measured]:
         for kind in ("fp32", "int8")
         for way in (_bare, _ours)
     ]
-    interleave(contenders, bench.size(1, 2, 5), warm=False)
-    return {name: Measured(tuple(figures)) for name, figures in met.items()}
+    run_interleaved(contenders, bench.size(1, 2, 5), warm=False)
+    return {name: Measurement(tuple(figures)) for name, figures in met.items()}
 
 
-def _row(name: str, figures: Measured, measured: dict[str, Measured], count: int) -> Row:
+def _row(name: str, figures: Measurement, measured: dict[str, Measurement], count: int) -> Row:
     limit = measured[f"bare sum, {name.split(', ')[-1]}"]
     return {
         "what": name,
@@ -130,26 +130,26 @@ def _row(name: str, figures: Measured, measured: dict[str, Measured], count: int
     }
 
 
-def _bare(work: Work, kind: str) -> Seconds:
+def _bare(work: UpgradeFixture, kind: str) -> Seconds:
     with work.gallery() as store:
-        parts = bare.upgrade(store, work.pair, kind, THREADS)
+        parts = bare.time_upgrade(store, work.pair, kind, THREADS)
     return {
         "bare read": parts.read,
         "bare transform": parts.transform,
         "bare write": parts.write,
-        "bare sum": parts.sum,
+        "bare sum": parts.total,
     }
 
 
-def _ours(work: Work, kind: str) -> Seconds:
+def _ours(work: UpgradeFixture, kind: str) -> Seconds:
     """One upgrade and its parts; in int8 a fresh index, too, beside the one that inherits."""
     target = SpaceSpec.of(work.pair.manifests[2])
     with work.gallery() as store:
         started = time.perf_counter()
-        runner = Timed(work.runner(kind))
+        runner = TimedRunner(work.runner(kind))
         opened = time.perf_counter() - started
-        upgraded = seconds(lambda: run_upgrade(store, runner, target))
-        flipped = seconds(lambda: staging.flip(store, target.space))
+        upgraded = time_call(lambda: run_upgrade(store, runner, target))
+        flipped = time_call(lambda: staging.flip(store, target.space))
         started = time.perf_counter()
         labels, vectors = store.load_vectors(target.space)
         loaded = time.perf_counter() - started
@@ -157,7 +157,7 @@ def _ours(work: Work, kind: str) -> Seconds:
         def answers(index: HnswIndex) -> None:
             index.search(vectors[:1], K)
 
-        inherited = seconds(
+        inherited = time_call(
             lambda: answers(hnsw.renew_index(target, labels, vectors, old=work.old))
         )
         parts = {
@@ -171,7 +171,7 @@ def _ours(work: Work, kind: str) -> Seconds:
             "whole, index inherited": opened + upgraded + flipped + loaded + inherited,
         }
         if kind == "int8":
-            fresh = seconds(
+            fresh = time_call(
                 lambda: answers(hnsw.build_index(target, labels, vectors, threads=lambda: THREADS))
             )
             parts["index fresh"] = fresh
@@ -179,7 +179,7 @@ def _ours(work: Work, kind: str) -> Seconds:
         return parts
 
 
-def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
+def _indexes(bench: Bench, work: UpgradeFixture, items: data.ItemVectors) -> list[Table]:
     """Fresh on one and two threads, and inherited: seconds, then recall against ef."""
     target = SpaceSpec.of(work.pair.manifests[2])
     runner = work.runner("int8")
@@ -207,7 +207,7 @@ def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
         took = time.perf_counter() - started
         rows.append({"index": name, "seconds": took, "items/s": len(labels) / took})
     built = Table("Index of the new space", rows, "Until it answers, its recall probed; once each.")
-    queries = data.things(bench.size(64, 512, 512), seed=2).new
+    queries = data.draw_items(bench.size(64, 512, 512), seed=2).new
     true = ExactIndex(target, labels, upgraded).search(queries, K).labels
     found = [_found(name, index, queries, true) for name, index in made.items()]
     note = (
@@ -228,7 +228,7 @@ def _found(name: str, index: HnswIndex, queries: Vectors, true: Labels) -> list[
             for start in range(0, len(queries), 32):
                 index.search(queries[start : start + 32], K)
 
-        took = min(seconds(all_of_them) for _ in range(3))
+        took = min(time_call(all_of_them) for _ in range(3))
         rows.append(
             {
                 "index": name,

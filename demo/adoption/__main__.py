@@ -14,8 +14,8 @@ import typer
 
 from demo import database
 from demo.adoption import pictures
-from demo.adoption.figures import Lists, figures, show
-from demo.adoption.shop import Shop, vectors_of
+from demo.adoption.figures import Lists, compute_figures, print_figures
+from demo.adoption.shop import Shop, read_vectors_by_id
 from demo.adoption.wares import Pictures, Texts, Wares
 from demo.children import Children
 from nobackfill.adopt.embedding import open_embedder
@@ -41,26 +41,26 @@ class Adoption:
         self._embed("old-vectors", wares.items, old)
         asked_old = self._embed("queries-old", wares.queries, old)
         asked_new = self._embed("queries-new", wares.queries, new)
-        shop = Shop(database.start(self._children, self._folder / "postgresql"))
-        shop.fill(wares.rows, self._folder / "old-vectors")
+        shop = Shop(database.start_database(self._children, self._folder / "postgresql"))
+        shop.refill(wares.rows, self._folder / "old-vectors")
         self._command("inspect", shop.source)
         ids = self._folder / "sample.txt"
         self._command("sample", shop.source, "-n", sampled, "--out", ids)
-        made = self._embed("new-vectors", wares.again(shop.source, ids), new)
+        made = self._embed("new-vectors", wares.items_of_ids(shop.source, ids), new)
         self._command(
             "fit", "--old", shop.source, "--new", made,
             "--queries-old", asked_old, "--queries-new", asked_new, "--out", self._map,
             "--joining", self._joining, "--report", self._folder / "verdict.html",
         )  # fmt: skip
         said = self._command("carry", shop.source, "--map", self._map, "--to", "embedding_new")
-        by_old, by_new = (list(vectors_of(one).values()) for one in (asked_old, asked_new))
-        answers = list(vectors_of(asked_old))
-        assert answers == list(vectors_of(asked_new))
-        lists: dict[str, Lists] = {"old model": [shop.nearest(one, HITS) for one in by_old]}
-        lists["naive: new queries, old vectors"] = [shop.nearest(one, HITS) for one in by_new]
+        by_old, by_new = (list(read_vectors_by_id(one).values()) for one in (asked_old, asked_new))
+        answers = list(read_vectors_by_id(asked_old))
+        assert answers == list(read_vectors_by_id(asked_new))
+        lists: dict[str, Lists] = {"old model": [shop.nearest_ids(one, HITS) for one in by_old]}
+        lists["naive: new queries, old vectors"] = [shop.nearest_ids(one, HITS) for one in by_new]
         lists |= self._dual(shop, by_old, by_new)
-        shop.flip([line.strip() for line in said.splitlines()])
-        lists["mapped"] = [shop.nearest(one, HITS) for one in by_new]
+        shop.run_flip_statements([line.strip() for line in said.splitlines()])
+        lists["mapped"] = [shop.nearest_ids(one, HITS) for one in by_new]
         self._report(lists, answers)
         shop.close()
 
@@ -77,7 +77,7 @@ class Adoption:
             embedder = open_embedder(str(self._wares.models[1]))
             dual = Dual.open(
                 source, self._map, self._joining, natives, embedder,
-                items=self._wares.read(source) if healing else None,
+                items=self._wares.open_item_source(source) if healing else None,
                 limits=ReembeddingLimits(wait_seconds=PATIENCE), carried="embedding_new",
             )  # fmt: skip
 
@@ -103,8 +103,8 @@ class Adoption:
             "re-embedded",
         )  # fmt: skip
         own = lists["re-embedded"]
-        found = {name: figures(lists[name], answers, own) for name in order}
-        show(found, len(self._wares.rows), len(answers), self._wares.name)
+        found = {name: compute_figures(lists[name], answers, own) for name in order}
+        print_figures(found, len(self._wares.rows), len(answers), self._wares.name)
         told = {name: asdict(one) for name, one in found.items()}
         (self._folder / "figures.json").write_text(json.dumps(told, indent=1))
         self._say(f"the verdict's page: {(self._folder / 'verdict.html').as_uri()}")
@@ -197,7 +197,7 @@ def _pictures(images: str, packages: Path, folder: Path) -> Path:
     """Where they are; those of packages are cut into tiles."""
     if images != "packages":
         return Path(images).absolute()
-    print(f"pictures: {pictures.found(packages, folder / 'pictures')}", flush=True)
+    print(f"pictures: {pictures.write_photo_tiles(packages, folder / 'pictures')}", flush=True)
     return folder / "pictures"
 
 

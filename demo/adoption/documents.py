@@ -27,12 +27,12 @@ class Document:
     body: str
 
 
-def documents(packages: Path, count: int, seed: int = 0) -> list[Document]:
+def draw_documents(packages: Path, count: int, seed: int = 0) -> list[Document]:
     """`count` of them, no two alike, drawn from all services."""
-    return drawn(every_document(packages), count, seed)
+    return draw_by_seed(read_documents(packages), count, seed)
 
 
-def every_document(packages: Path) -> dict[str, Document]:
+def read_documents(packages: Path) -> dict[str, Document]:
     """All of them, by body."""
     found: dict[str, Document] = {}
     for service in sorted((packages / "botocore" / "data").iterdir()):
@@ -43,7 +43,7 @@ def every_document(packages: Path) -> dict[str, Document]:
     return found
 
 
-def drawn(found: Mapping[str, Document], count: int, seed: int) -> list[Document]:
+def draw_by_seed(found: Mapping[str, Document], count: int, seed: int) -> list[Document]:
     """`count` of the documents that were found, by body. Raises ValueError where there are less."""
     if len(found) < count:
         raise ValueError(f"expected {count} documents, found {len(found)}")

@@ -20,7 +20,7 @@ class Figures:
     agreement: float
 
 
-def figures(lists: Lists, answers: Sequence[str], own: Lists) -> Figures:
+def compute_figures(lists: Lists, answers: Sequence[str], own: Lists) -> Figures:
     """Of one way's lists; `own`: the new model's, of a gallery embedded again."""
     rows = list(zip(lists, answers, own, strict=True))
     return Figures(
@@ -30,9 +30,11 @@ def figures(lists: Lists, answers: Sequence[str], own: Lists) -> Figures:
     )
 
 
-def show(ways: Mapping[str, Figures], items: int, queries: int, name: str) -> None:
+def print_figures(
+    ways: Mapping[str, Figures], item_count: int, query_count: int, name: str
+) -> None:
     """The table, in %."""
-    table = Table(title=f"{items} {name}s, {queries} queries whose {name} is known")
+    table = Table(title=f"{item_count} {name}s, {query_count} queries whose {name} is known")
     table.add_column("vectors that answer")
     for name in ("R@1", "R@10", "agreement@10"):
         table.add_column(name, justify="right")

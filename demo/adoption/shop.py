@@ -23,9 +23,9 @@ class Shop:
     def close(self) -> None:
         self._connection.close()
 
-    def fill(self, wares: Sequence[Row], vectors: Path) -> None:
+    def refill(self, wares: Sequence[Row], vectors: Path) -> None:
         """Anew, with vectors that `nobackfill embed` made."""
-        made = vectors_of(vectors)
+        made = read_vectors_by_id(vectors)
         dim = len(next(iter(made.values())))
         self._run("CREATE EXTENSION IF NOT EXISTS vector")
         self._run("DROP TABLE IF EXISTS documents CASCADE")
@@ -40,7 +40,7 @@ class Shop:
             for key, body in wares:
                 rows.write_row((key, body, str(made[str(key)])))
 
-    def nearest(self, vector: list[float], k: int) -> list[str]:
+    def nearest_ids(self, vector: list[float], k: int) -> list[str]:
         """Ids by the column that searches use."""
         found = self._run(
             "SELECT id::text FROM documents ORDER BY embedding <=> %s::vector LIMIT %s",
@@ -48,7 +48,7 @@ class Shop:
         )  # fmt: skip
         return [str(one) for (one,) in found]
 
-    def flip(self, steps: list[str]) -> None:
+    def run_flip_statements(self, steps: list[str]) -> None:
         """The statements that `nobackfill carry` told."""
         for step in steps:
             if step.startswith(("CREATE INDEX", "BEGIN")):
@@ -59,7 +59,7 @@ class Shop:
         return cursor.fetchall() if cursor.description else []
 
 
-def vectors_of(folder: Path) -> dict[str, list[float]]:
+def read_vectors_by_id(folder: Path) -> dict[str, list[float]]:
     """By id, from a folder that `nobackfill embed` wrote."""
     table = pq.read_table(folder)
     return dict(zip(table["id"].to_pylist(), table["vector"].to_pylist(), strict=True))

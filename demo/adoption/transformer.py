@@ -34,7 +34,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def export(folder: Path, longest: int) -> Path:
+def export_transformer(folder: Path, longest: int) -> Path:
     """`folder`/model.onnx: `input_ids`, `attention_mask` [n, t] -> `last_hidden_state` [n, t, h];
     t is at most `longest`."""
     config = json.loads((folder / "config.json").read_text("utf-8"))

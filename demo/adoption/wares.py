@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from demo.adoption import lite, models, pictures
-from demo.adoption.documents import documents
+from demo.adoption.documents import draw_documents
 from nobackfill.adopt.sources import Searchable
 from nobackfill.serve import ColumnItems, FolderItems, ItemSource
 
@@ -25,10 +25,10 @@ class Wares(Protocol):
     items: Sequence[str | Path]
     queries: Sequence[str | Path]
 
-    def again(self, source: str, only: Path) -> Sequence[str | Path]:
+    def items_of_ids(self, source: str, only: Path) -> Sequence[str | Path]:
         """The same for some ids of the table."""
 
-    def read(self, source: Searchable) -> ItemSource:
+    def open_item_source(self, source: Searchable) -> ItemSource:
         """Where they are while searches heal."""
 
 
@@ -38,17 +38,17 @@ class Texts:
     name = "document"
 
     def __init__(self, packages: Path, folder: Path, count: int, asked: int) -> None:
-        docs = documents(packages, count)
-        self.models = models.lay_out(packages, folder / "models")
+        docs = draw_documents(packages, count)
+        self.models = models.write_model_files(packages, folder / "models")
         self.rows: Sequence[Row] = [(number, one.body) for number, one in enumerate(docs, 1)]
         self.items: Sequence[str | Path] = [_lines(folder / "items.jsonl", self.rows)]
         titles = [(number, one.title) for number, one in enumerate(docs[:asked], 1)]
         self.queries: Sequence[str | Path] = [_lines(folder / "queries.jsonl", titles), "--queries"]
 
-    def again(self, source: str, only: Path) -> Sequence[str | Path]:
+    def items_of_ids(self, source: str, only: Path) -> Sequence[str | Path]:
         return [source, "--column", "body", "--only", only]
 
-    def read(self, source: Searchable) -> ItemSource:
+    def open_item_source(self, source: Searchable) -> ItemSource:
         return ColumnItems(source, "body")
 
 
@@ -58,24 +58,24 @@ class Pictures:
     name = "picture"
 
     def __init__(self, packages: Path, folder: Path, images: Path, count: int, asked: int) -> None:
-        names = pictures.given(images, count)
+        names = pictures.draw_pictures(images, count)
         self._images = images
-        self.models = lite.lay_out(packages, folder / "models")
+        self.models = lite.write_model_files(packages, folder / "models")
         self.rows: Sequence[Row] = [(name.as_posix(), name.stem) for name in names]
         only = folder / "items.txt"
         only.write_text("".join(f"{name}\n" for name, _ in self.rows))
         self.items: Sequence[str | Path] = [images, "--only", only]
         # From everywhere: neighbours in a folder may be parts of one photograph.
         spread = names[:: max(1, len(names) // asked)][:asked]
-        pictures.views(images, spread, folder / "views")
+        pictures.write_second_views(images, spread, folder / "views")
         some = folder / "queries.txt"
         some.write_text("".join(f"{name.as_posix()}\n" for name in spread))
         self.queries: Sequence[str | Path] = [folder / "views", "--only", some]
 
-    def again(self, source: str, only: Path) -> Sequence[str | Path]:
+    def items_of_ids(self, source: str, only: Path) -> Sequence[str | Path]:
         return [self._images, "--only", only]
 
-    def read(self, source: Searchable) -> ItemSource:
+    def open_item_source(self, source: Searchable) -> ItemSource:
         return FolderItems(self._images)
 
 

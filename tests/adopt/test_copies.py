@@ -314,7 +314,7 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
         pytest.skip("Chroma is not tested: build/chroma is not there")
     folder = tmp_path / "one"
     folder.mkdir()
-    with chroma.running(folder) as address:
+    with chroma.run_chroma(folder) as address:
         Chroma(address, MADE)
 
         def kill(written: int) -> None:
@@ -326,7 +326,7 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError):
             source = open_source(f"chroma:http://{address}#docs")
             carry(source, TARGET, MAP, window=50, progress=kill)
-    with chroma.running(folder) as address:
+    with chroma.run_chroma(folder) as address:
         source = open_source(f"chroma:http://{address}#docs")
         rest = carry(source, TARGET, MAP, window=50)
         assert 0 < rest.write_count < 230 and rest.new_vector_count == 230

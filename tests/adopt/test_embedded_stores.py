@@ -261,7 +261,9 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     sqlite.connection.execute("INSERT INTO items SELECT id, 'about ' || id FROM docs")
     source, wanted = sqlite.open(), target("docs_new", content="items.body")
     name = MADE.ids[5]
-    assert source.column(next(source.windows(300)), "items.body").values[0].startswith("about ")
+    assert (
+        source.read_column(next(source.windows(300)), "items.body").values[0].startswith("about ")
+    )
     assert open_originals(source, "items.body", None).column == "items.body"
     for wrong in ("items.nope", "nope.body", "body"):
         with pytest.raises(InvalidInputError, match=f"column of the store, got '{wrong}'; .*text"):
@@ -270,7 +272,7 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))
     assert carry(source, wanted, MAP).write_count == 1
     with pytest.raises(InvalidInputError, match=r"no column 'body'; .* TABLE\.COLUMN"):
-        source.column(next(source.windows(300)), "body")
+        source.read_column(next(source.windows(300)), "body")
 
 
 def test_a_failed_rename_in_sqlite_leaves_no_setting(sqlite: SqliteVec) -> None:

@@ -160,7 +160,7 @@ def test_what_others_write_while_it_flips_is_found(store: Milvus) -> None:
     place = source.open_target(TARGET)
     assert isinstance(place, Flippable)
     names = MADE.ids
-    with place.flip():
+    with place.open_flip():
         # Some programs still have the old collection, others the new one.
         store.put("late", MADE.old[5])
         store.put(names[0], MADE.old[6])
@@ -190,7 +190,7 @@ def test_a_failed_flip_leads_to_the_old_collection_again(store: Milvus) -> None:
     carry(source, TARGET, MAP)
     place = source.open_target(TARGET)
     assert isinstance(place, Flippable)
-    with pytest.raises(KeyboardInterrupt), place.flip():
+    with pytest.raises(KeyboardInterrupt), place.open_flip():
         assert led_to(store) == "docs_new"
         raise KeyboardInterrupt
     assert led_to(store) == "docs" and not place.flipped

@@ -182,7 +182,7 @@ def test_keys_that_are_views_are_read(tmp_path: Path, kind: pa.DataType) -> None
     table = pa.table({"id": pa.array(ids).cast(kind), "v": vectors, "text": texts})
     pq.write_table(table, tmp_path / "a.parquet")
     source = open_source(str(tmp_path))
-    assert source.column(Window("a.parquet", 0), "text").values[3] == "on k3"
+    assert source.read_column(Window("a.parquet", 0), "text").values[3] == "on k3"
     for count in (19, 0):
         assert carry(source, TARGET, MAP).write_count == count
     new = read_all(open_source(str(tmp_path / "_new"), vector="new"))

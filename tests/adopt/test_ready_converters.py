@@ -10,7 +10,7 @@ import pytest
 
 from bench.adoption import converters, packaged
 from bench.adoption.converters import FOLDER, LARGEST, Texts
-from bench.adoption.texts import Embedded
+from bench.adoption.texts import EmbeddedDocuments
 from demo.adoption.documents import Document
 from nobackfill.adopt.converters import map_to_onnx, open_converter, open_map_for_store
 from nobackfill.adopt.joining import load_rank_fusion
@@ -192,7 +192,8 @@ def test_figures_are_those_of_a_slow_count() -> None:
         hidden[1] = hidden[0] + 0.7 * hidden[1]
         noise = 0.3 * rng.normal(size=(2, count, 10)).astype(np.float32)
         return Texts(
-            Embedded(*map(normalise, hidden)), Embedded(*map(normalise, hidden @ turn + noise))
+            EmbeddedDocuments(*map(normalise, hidden)),
+            EmbeddedDocuments(*map(normalise, hidden @ turn + noise)),
         )
 
     pairs, verdict = converters.fit([texts(60), texts(50)])
@@ -224,7 +225,7 @@ def test_texts_of_wordnet_and_of_python(tmp_path: Path) -> None:
         line = f"00001930 03 n 02 physical_entity 0 thing(a) 0 001 @ 0 n 0000 | {gloss}  \n"
         entries = line if name == "noun" else line.replace("touched", name).replace("entity", name)
         (tmp_path / f"data.{name}").write_text(f"  1 This software and database\n{entries}")
-    found = packaged.glosses(tmp_path, 4)
+    found = packaged.draw_glosses(tmp_path, 4)
     assert Document("physical entity, thing", gloss) in found.documents
     with pytest.raises(ValueError, match="expected 5 documents, found 4"):
-        packaged.glosses(tmp_path, 5)
+        packaged.draw_glosses(tmp_path, 5)

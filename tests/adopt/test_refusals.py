@@ -363,6 +363,6 @@ def test_an_array_of_another_length_than_the_ids_is_refused(tmp_path: Path, coun
     with pytest.raises(
         InvalidInputError, match=rf"title\.npy: expected 10 values, .* got {count};"
     ):
-        source.column(Window(0, 5), "title")
-    assert source.column(Window(8, 10), "year").values == ["8.0", "nan"]
-    assert source.column(Window(8, 10), "day").values == ["2026-11-27", "None"]
+        source.read_column(Window(0, 5), "title")
+    assert source.read_column(Window(8, 10), "year").values == ["8.0", "nan"]
+    assert source.read_column(Window(8, 10), "day").values == ["2026-11-27", "None"]

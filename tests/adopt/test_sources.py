@@ -99,7 +99,7 @@ def test_a_source_tells_what_it_holds(store: Store) -> None:
     assert sorted(rows.ids) == sorted(MADE.ids)
     old = dict(zip(MADE.ids, MADE.old, strict=True))
     assert all(np.allclose(vector, old[name], atol=1e-6) for name, vector in by_id(rows).items())
-    texts = [source.column(window, "text") for window in source.windows(WINDOW)]
+    texts = [source.read_column(window, "text") for window in source.windows(WINDOW)]
     found = {n: v for one in texts for n, v in zip(one.ids, one.values, strict=True)}
     assert found == {name: f"on {name}" for name in MADE.ids}
 

@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 from bench.adoption import scanning
-from bench.adoption.covering import covering
-from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
-from bench.adoption.texts import Embedded
+from bench.adoption.covering import coverage_rows
+from bench.adoption.curves import (
+    class_curves,
+    class_ranking_figures,
+    curve_rows,
+    same_class_relevance,
+)
+from bench.adoption.texts import EmbeddedDocuments
 from bench.adoption.trial import Trial
-from bench.adoption.valley import classes
+from bench.adoption.valley import class_valley_rows
 from nobackfill.adopt.judgement import query_item_distances
 from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.metrics.retrieval import search_and_score
@@ -24,14 +29,14 @@ PAIRS, REST = 120, 140
 def trial() -> Trial:
     made = kinds(PAIRS + REST, PAIRS + REST)
     order = np.argsort(made.answers)
-    old = Embedded(made.old, made.queries_old[order])
-    new = Embedded(made.new, made.queries_new[order])
+    old = EmbeddedDocuments(made.old, made.queries_old[order])
+    new = EmbeddedDocuments(made.new, made.queries_new[order])
     labels = np.array([f"class {row % 6}" for row in range(PAIRS + REST)])
     return Trial("made", old, new, PAIRS, 60, labels)
 
 
 def test_the_truth_is_that_of_items_that_chose_nothing(trial: Trial) -> None:
-    rows = trial.verdict()
+    rows = trial.verdict_rows()
     assert [str(row["way"]).split(" (")[0] for row in rows] == [
         "stay", "query adapter", "map", "both", "lazily", "re-embed",
     ]  # fmt: skip
@@ -52,13 +57,13 @@ def test_the_truth_is_that_of_items_that_chose_nothing(trial: Trial) -> None:
 
 
 def test_curves_end_where_the_ways_are(trial: Trial) -> None:
-    truth = trial.truth
-    for row in trial.healing():
+    truth = trial.true_figures
+    for row in trial.reembedding_rows():
         if row["ranked by"] == "distance":
             figure = str(row["figure"])
             assert row["0 %"] == pytest.approx(100 * truth["map"][figure].mean())
             assert row["100 %"] == pytest.approx(100 * truth["re-embed"][figure].mean())
-    found = classes(trial)
+    found = class_valley_rows(trial)
     ranked = {row["ranked by"] for row in found}
     assert ranked == {"distance", "scale", "nobackfill.serve"}
     # A line keeps the order within an origin.
@@ -76,7 +81,7 @@ def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
     labels = np.array([f"class {row % 4}" for row in range(80)])
     block = query_item_distances(items, items)
     same = class_curves(block, block, labels)
-    alone = by_class(block, of_class(labels))
+    alone = class_ranking_figures(block, same_class_relevance(labels))
     assert np.allclose(same["class mAP"], alone["class mAP"])
     (flat, *_) = curve_rows("pair", "distance", same, labels)
     assert flat["valley"] == 0
@@ -90,7 +95,7 @@ def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
 
 
 def test_a_sample_is_set_beside_chance(trial: Trial) -> None:
-    rows = covering(trial, 60)
+    rows = coverage_rows(trial, 60)
     assert [row["figure"] for row in rows] == ["R@1", "R@10", "agreement@10"]
     for row in rows:
         random, spread, gain = (float(str(row[name])) for name in ("random", "sample", "gain"))

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from bench import record
-from bench.harness import Contender, Measured, Scale, Table, compared, interleave, rate, seconds
+from bench.harness import (
+    Contender,
+    Measurement,
+    Scale,
+    Table,
+    comparison_table,
+    measure_rate,
+    run_interleaved,
+    time_call,
+)
 from bench.run import TOPICS
 
 
@@ -22,7 +31,7 @@ def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
 
         return Contender(name, work)
 
-    measured = interleave([contender("a"), contender("b"), contender("c")], 3)
+    measured = run_interleaved([contender("a"), contender("b"), contender("c")], 3)
     rounds = [set(order[start : start + 3]) for start in range(0, 12, 3)]
     assert rounds == [{"a", "b", "c"}] * 4
     # Nobody is always first: what slows a round down slows each contender in turn.
@@ -33,29 +42,31 @@ def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
 
 def test_without_warmth_every_round_counts() -> None:
     numbers = itertools.count(1)
-    measured = interleave([Contender("a", lambda: float(next(numbers)))], 2, warm=False)
+    measured = run_interleaved([Contender("a", lambda: float(next(numbers)))], 2, warm=False)
     assert measured["a"].rounds == (1.0, 2.0)
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
     """A machine that gets ten times slower half-way changes medians, not the ratio."""
-    mine, its = Measured((200.0, 20.0, 20.0)), Measured((100.0, 10.0, 10.0))
+    mine, its = Measurement((200.0, 20.0, 20.0)), Measurement((100.0, 10.0, 10.0))
     assert mine.ratio(its) == 2
     assert mine.median == 20
     assert mine.spread == pytest.approx(4.5)
 
 
 def test_compared_names_the_limit() -> None:
-    table = compared("T", "x/s", {"limit": Measured((4.0,)), "ours": Measured((3.0,))}, "limit")
+    table = comparison_table(
+        "T", "x/s", {"limit": Measurement((4.0,)), "ours": Measurement((3.0,))}, "limit"
+    )
     assert [row["of limit"] for row in table.rows] == [1.0, 0.75]
     assert table.rounds == {"limit": (4.0,), "ours": (3.0,)}
 
 
 def test_rate_counts_items_and_works_at_least_once() -> None:
     done: list[int] = []
-    assert rate(lambda: done.append(1), 100, at_least=0) > 0
+    assert measure_rate(lambda: done.append(1), 100, at_least=0) > 0
     assert len(done) == 1
-    assert seconds(lambda: done.append(2)) >= 0
+    assert time_call(lambda: done.append(2)) >= 0
     assert done == [1, 2]
 
 
@@ -71,11 +82,11 @@ def test_rate_counts_items_and_works_at_least_once() -> None:
     ],
 )
 def test_figures_are_shown_with_the_digits_that_count(value: float | None, shown: str) -> None:
-    assert record.text(value) == shown
+    assert record.format_value(value) == shown
 
 
 def test_a_table_has_every_column_of_its_rows() -> None:
-    text = record.markdown(Table("Title", [{"a": 1}, {"a": 2, "b": "x"}], "A note."))
+    text = record.format_table(Table("Title", [{"a": 1}, {"a": 2, "b": "x"}], "A note."))
     assert text.splitlines() == [
         "**Title**", "", "A note.", "",
         "| a | b |", "| - | - |", "| 1 | - |", "| 2 | x |",

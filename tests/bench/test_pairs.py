@@ -65,24 +65,24 @@ def _checkout(root: Path, cost: float) -> Path:
     return root
 
 
-def _by_name(found: pairs.Compared) -> dict[str, pairs.Figure]:
+def _by_name(found: pairs.CheckoutComparison) -> dict[str, pairs.Figure]:
     return {one.name: one for one in found.figures}
 
 
 def test_a_known_difference_is_found_on_a_machine_that_becomes_slower(tmp_path: Path) -> None:
     new, old = _checkout(tmp_path / "new", 1.1), _checkout(tmp_path / "old", 1.0)
-    found = pairs.compare("search", new, old, 4, tmp_path / "scratch")
+    found = pairs.compare_checkouts("search", new, old, 4, tmp_path / "scratch")
     order = (tmp_path / "scratch" / "order").read_text().split()
     assert order == ["old", "new", "new", "old"] * 2 + ["old", "new"]
     figures = _by_name(found)
     swap = figures["seconds of a swap"]
-    assert pairs.interval(swap.logs).ratio == pytest.approx(1.1, abs=0.005)
+    assert pairs.student_interval(swap.logs).ratio == pytest.approx(1.1, abs=0.005)
     # The medians alone would be 1 or 3.
     assert max(swap.new) > 2.5 * min(swap.new)
     rate = figures["gateway, 2 clients, queries/s"]
     assert not rate.less_is_better
-    assert pairs.interval(rate.logs).ratio == pytest.approx(1.1, abs=0.005)
-    assert pairs.interval(figures["gateway MiB at its peak"].logs).verdict == "met"
+    assert pairs.student_interval(rate.logs).ratio == pytest.approx(1.1, abs=0.005)
+    assert pairs.student_interval(figures["gateway MiB at its peak"].logs).verdict == "met"
     kinds = {one.kind: name for name, one in figures.items() if one.kind != "judged"}
     assert kinds == {
         "control": "echo aio, 2 clients, queries/s",
@@ -90,7 +90,7 @@ def test_a_known_difference_is_found_on_a_machine_that_becomes_slower(tmp_path: 
     }
     assert found.left_out == ["What it cost: new MiB", "What it cost: old MiB"]
     together = [float(np.mean(logs)) for logs in zip(swap.logs, rate.logs, strict=True)]
-    assert found.wholes["speed"] == pairs.interval(together)
+    assert found.wholes["speed"] == pairs.student_interval(together)
     assert found.wholes["memory"] == pairs.Interval(1, 1, 1)
     assert not found.met
 
@@ -117,7 +117,7 @@ def test_the_command_says_both_commits_and_whether_the_limit_is_met(tmp_path: Pa
         assert told["new"]["commit"] == heads[first.name]
         assert told["old"]["commit"] == heads[second.name]
         assert heads[first.name] in done.stdout and heads[second.name] in done.stdout
-        assert told["machine"]["processor"] == record.machine()["processor"]
+        assert told["machine"]["processor"] == record.describe_machine()["processor"]
         assert told["machine"]["card"] in done.stdout
         (swap,) = (one for one in told["figures"] if one["name"] == "seconds of a swap")
         expected = 1 / 1.3 if code == 0 else 1.3
@@ -131,21 +131,21 @@ def test_an_environment_of_another_checkout_is_refused(tmp_path: Path) -> None:
     (new / ".venv").symlink_to(sys.prefix)
     shutil.rmtree(new / "nobackfill")
     with pytest.raises(RuntimeError, match=r"must import nobackfill from .*make setup"):
-        pairs.compare("search", new, new, 2, tmp_path / "scratch")
+        pairs.compare_checkouts("search", new, new, 2, tmp_path / "scratch")
     (new / ".venv").unlink()
     with pytest.raises(RuntimeError, match=r"virtual environment \.venv: run `make setup`"):
-        pairs.compare("search", new, new, 2, tmp_path / "scratch")
+        pairs.compare_checkouts("search", new, new, 2, tmp_path / "scratch")
 
 
 def test_a_run_that_fails_ends_the_comparison_with_its_words(tmp_path: Path) -> None:
     new, old = _checkout(tmp_path / "new", 1.0), _checkout(tmp_path / "old", 0)
     with pytest.raises(RuntimeError, match=r"failed in .*old: (.|\n)*cost.txt is zero"):
-        pairs.compare("search", new, old, 2, tmp_path / "scratch")
+        pairs.compare_checkouts("search", new, old, 2, tmp_path / "scratch")
 
 
 def test_an_interval_is_that_of_scipys_test() -> None:
     logs = np.random.default_rng(1).normal(0.02, 0.05, 10)
-    found = pairs.interval(list(logs))
+    found = pairs.student_interval(list(logs))
     low, high = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
     assert found.ratio == pytest.approx(stats.gmean(np.exp(logs)))
     assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high)))
@@ -154,7 +154,7 @@ def test_an_interval_is_that_of_scipys_test() -> None:
 @pytest.mark.slow
 def test_nineteen_intervals_of_twenty_hold_the_true_ratio() -> None:
     rng = np.random.default_rng(2)
-    found = [pairs.interval(list(rng.normal(math.log(1.03), 0.1, 10))) for _ in range(2000)]
+    found = [pairs.student_interval(list(rng.normal(math.log(1.03), 0.1, 10))) for _ in range(2000)]
     share = np.mean([one.low <= 1.03 <= one.high for one in found])
     # Four standard errors.
     assert share == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / 2000))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.adoption import backfilling, unpaired
-from bench.adoption.rivals import local, nearly_orthogonal
+from bench.adoption.rivals import fit_lambda_orthogonal, fit_local_adapters
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors, normalise
@@ -22,7 +22,7 @@ def test_nearly_orthogonal_lies_between_affine_and_a_rotation() -> None:
     rotation = np.linalg.qr(random(8, 8, 0))[0]
     old = random(400, 8, 1)
     new = old @ (rotation + 0.15 * random(8, 8, 2)) + 0.3 * random(400, 8, 3)
-    carry = nearly_orthogonal(pairs(old, new))
+    carry = fit_lambda_orthogonal(pairs(old, new))
     # The carrier is affine: its rows are what it makes of the axes.
     found = (carry(np.eye(8, dtype=np.float32)) - carry(np.zeros((1, 8), np.float32))).T
     affine = fit_maps(old, new)["affine"].weight
@@ -41,7 +41,7 @@ def test_local_adapters_follow_what_differs_between_clusters() -> None:
     old = random(600, 6, 4) + away
     new = np.concatenate([old[:300] @ random(6, 6, 5), old[300:] @ random(6, 6, 6)])
     some = np.random.default_rng(0).permutation(600)
-    carry = local(pairs(old[some[:400]], new[some[:400]]))
+    carry = fit_local_adapters(pairs(old[some[:400]], new[some[:400]]))
     whole = fit_maps(old[some[:400]], new[some[:400]])["affine"]
     left = [np.square(one(old[some[400:]]) - new[some[400:]]).sum() for one in (carry, whole)]
     assert left[0] < 0.4 * left[1]
@@ -73,7 +73,7 @@ def test_the_slope_of_metric_compatible_learning_is_that_of_its_loss() -> None:
 def test_a_turned_query_finds_its_item_among_old_vectors() -> None:
     old = normalise(random(300, 10, 8))
     new = normalise(old @ random(10, 12, 9))
-    turn = backfilling.turned_back(pairs(old[:200], new[:200]))
+    turn = backfilling.train_reverse_transform(pairs(old[:200], new[:200]))
     assert ((turn(new[200:]) @ old.T).argmax(1) == np.arange(200, 300)).mean() > 0.95
 
 
@@ -95,5 +95,5 @@ def test_a_rotation_is_found_without_pairs_where_shapes_agree() -> None:
     old = normalise(some + 0.3 * random(500, 10, 14))
     rotation = np.linalg.qr(random(10, 10, 15))[0]
     shuffled = rng.permutation(500)
-    found = unpaired.without_pairs(old, old[shuffled] @ rotation)
+    found = unpaired.fit_without_pairs(old, old[shuffled] @ rotation)
     assert (found(old) * (old @ rotation)).sum(1).mean() > 0.95

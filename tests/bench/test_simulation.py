@@ -7,44 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulation import Plan, simulate
+from bench.simulation import UpgradePlan, simulate_upgrade
 
-CALM = Plan(
-    items=1_000_000, window=1_000, workers=4, lanes=8, read=100_000, carry=1_000, write=50_000,
-    straggle=0, lost_every=1e9,
+CALM = UpgradePlan(
+    item_count=1_000_000, window=1_000, worker_count=4, lane_count=8, read=100_000, carry=1_000,
+    write=50_000, straggle=0, lost_every=1e9,
 )  # fmt: skip
 
 
 def test_without_trouble_it_takes_what_the_slower_side_takes() -> None:
     # 250 windows a worker, each a second of carrying, .01 of reading, .02 of writing.
-    assert simulate(CALM, 1).hours == pytest.approx(250 * 1.03 / 3600)
+    assert simulate_upgrade(CALM, 1).hours == pytest.approx(250 * 1.03 / 3600)
     assert CALM.least_hours == pytest.approx(250 / 3600)
     # One lane for many quick workers: the store is always at work.
-    narrow = replace(CALM, workers=16, lanes=1, carry=1e6)
-    assert simulate(narrow, 1).hours == pytest.approx(narrow.least_hours, rel=0.01)
+    narrow = replace(CALM, worker_count=16, lane_count=1, carry=1e6)
+    assert simulate_upgrade(narrow, 1).hours == pytest.approx(narrow.least_hours, rel=0.01)
 
 
 def test_stragglers_and_losses_cost_what_they_are() -> None:
     slow = replace(CALM, straggle=0.1, slow=11)
-    assert simulate(slow, 1).hours == pytest.approx(2 * CALM.least_hours, rel=0.15)
+    assert simulate_upgrade(slow, 1).hours == pytest.approx(2 * CALM.least_hours, rel=0.15)
     lossy = replace(CALM, lost_every=0.01, back_after=36)
-    found = simulate(lossy, 1)
+    found = simulate_upgrade(lossy, 1)
     # A worker is there for 36 s, away for 36 s.
     assert found.hours == pytest.approx(2 * CALM.least_hours, rel=0.3)
-    assert found.lost > 10 and 0 < found.again <= found.lost
-    assert simulate(lossy, 1) == found and simulate(lossy, 2) != found
+    assert found.lost_workers > 10 and 0 < found.repeated_windows <= found.lost_workers
+    assert simulate_upgrade(lossy, 1) == found and simulate_upgrade(lossy, 2) != found
 
 
 def test_a_window_that_was_lost_at_the_end_is_carried_by_who_is_idle() -> None:
-    last = replace(CALM, items=2_000, workers=2, lost_every=2 / 3600, back_after=1e4, carry=500)
-    runs = [simulate(last, seed) for seed in range(40) if _ends(last, seed)]
-    assert any(run.again for run in runs)
+    last = replace(
+        CALM, item_count=2_000, worker_count=2, lost_every=2 / 3600, back_after=1e4, carry=500
+    )
+    runs = [simulate_upgrade(last, seed) for seed in range(40) if _ends(last, seed)]
+    assert any(run.repeated_windows for run in runs)
     assert all(run.hours < 1 for run in runs)
 
 
-def _ends(plan: Plan, seed: int) -> bool:
+def _ends(plan: UpgradePlan, seed: int) -> bool:
     """Both are lost before the end in some runs: those wait for a worker to come back."""
-    return simulate(plan, seed).lost < 2
+    return simulate_upgrade(plan, seed).lost_workers < 2
 
 
 PLAN = (Path(__file__).parents[2] / "docs" / "lab" / "a-billion-items.md").read_text()
@@ -74,10 +76,12 @@ def test_the_plan_tells_what_was_measured_and_what_is_simulated() -> None:
         least, median, low, high, hours = map(float, figures)
         # How a lane's time is shared between them changes hardly anything.
         half = 2e6 / stored_us
-        plan = Plan(10**9, 65_536, int(workers), int(lanes), read=half, carry=carry, write=half)
+        plan = UpgradePlan(
+            10**9, 65_536, int(workers), int(lanes), read=half, carry=carry, write=half
+        )
         assert f"{plan.windows:,} windows" in PLAN
         assert plan.least_hours == pytest.approx(least, abs=0.006)
-        assert low - 0.006 <= simulate(plan, 0).hours <= high + 0.006
+        assert low - 0.006 <= simulate_upgrade(plan, 0).hours <= high + 0.006
         assert low <= median <= high
         assert hours == pytest.approx(median * (int(workers) + int(lanes)), abs=1)
 

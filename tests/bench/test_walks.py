@@ -12,7 +12,7 @@ import pytest
 
 from bench import walks
 from bench.record import ROOT
-from bench.walks import Profiler, Walk, walk_of
+from bench.walks import Profiler, Walk, count_walk
 
 # One request: the calls and returns of `run`, in order, are written down in the test below.
 FILES = {
@@ -72,7 +72,7 @@ def test_counts_are_those_of_calls_written_down_by_hand(front: ModuleType, tmp_p
     # run and the lambda (front), twice (inner, move 1), helper (front, move 2); all return; plain
     # twice (inner, move 3, a return), plain through what is no product, each and its resumes.
     with Profiler(tmp_path) as profiler:
-        walk = walk_of(profiler.events(front.run))
+        walk = count_walk(profiler.events(front.run))
     assert walk == Walk(
         files={FRONT: (3, 3), INNER: (3, 3)}, functions=6, moves=3, returns=1, threads=1
     )
@@ -88,7 +88,7 @@ def test_a_thread_counts_by_itself(front: ModuleType, tmp_path: Path) -> None:
         front.helper(1)
 
     with Profiler(tmp_path) as profiler:
-        walk = walk_of(profiler.events(request))
+        walk = count_walk(profiler.events(request))
     assert walk == Walk(
         files={FRONT: (1, 0), INNER: (1, 0)}, functions=2, moves=0, returns=0, threads=2
     )
@@ -109,7 +109,7 @@ def test_threads_that_work_while_nobody_asks_are_left_out(
         keeper.start()
         try:
             profiler.watch_idle(0.1)
-            walk = walk_of(profiler.events(lambda: (stop.wait(0.1), front.helper(1))))
+            walk = count_walk(profiler.events(lambda: (stop.wait(0.1), front.helper(1))))
         finally:
             stop.set()
             keeper.join()

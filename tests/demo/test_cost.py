@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from demo import gateway, recipes
-from demo.recipes import LEAST_EPOCHS, TRAINING_SECONDS, Recipes, affordable
-from demo.screen import Screen, minutes
+from demo.recipes import LEAST_EPOCHS, TRAINING_SECONDS, Recipes, choose_affordable
+from demo.screen import Screen, format_duration
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import gallery_pb2
 
@@ -35,21 +35,25 @@ def test_trainings_fit_minutes(
     epochs: int | None,
 ) -> None:
     monkeypatch.setattr(
-        recipes, "step_seconds", lambda backbone, size: seconds_a_pixel * size * size
+        recipes, "measure_step_seconds", lambda backbone, size: seconds_a_pixel * size * size
     )
-    chosen, seconds = affordable(GIVEN, images // 2, images)
+    chosen, seconds = choose_affordable(GIVEN, images // 2, images)
     assert (chosen.image_size, chosen.epochs) == (image_size, epochs)
     assert seconds == pytest.approx(chosen.seconds(images // 2, images), rel=0.05)
     assert seconds <= TRAINING_SECONDS or chosen.epochs == LEAST_EPOCHS
 
 
 def test_small_pictures_are_not_enlarged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "step_seconds", lambda backbone, size: 1e-9)
-    assert affordable(replace(GIVEN, image_size=24), 10, 20)[0].image_size == 24
+    monkeypatch.setattr(recipes, "measure_step_seconds", lambda backbone, size: 1e-9)
+    assert choose_affordable(replace(GIVEN, image_size=24), 10, 20)[0].image_size == 24
 
 
 def test_a_step_is_measured() -> None:
-    assert 0 < recipes.step_seconds("small", 16) < recipes.step_seconds("small_resnet", 64)
+    assert (
+        0
+        < recipes.measure_step_seconds("small", 16)
+        < recipes.measure_step_seconds("small_resnet", 64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_a_step_is_measured() -> None:
     [(0.2, "1 seconds"), (95, "95 seconds"), (400, "7 minutes"), (7300, "2.0 hours")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert minutes(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_progress_off_a_terminal(
@@ -115,9 +119,9 @@ def test_puts_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refus
         with gateway.connect(f"127.0.0.1:{port}") as connection:
             if refusals > 10:
                 with pytest.raises(UnavailableError):
-                    gateway.put(connection, "g", tmp_path, lambda stored: None)
+                    gateway.put_images(connection, "g", tmp_path, lambda stored: None)
             else:
-                ids = gateway.put(connection, "g", tmp_path, lambda stored: None)
+                ids = gateway.put_images(connection, "g", tmp_path, lambda stored: None)
                 assert set(ids) == busy.stored == {"a/0.png", "a/1.png", "a/2.png"}
     finally:
         server.stop(None)

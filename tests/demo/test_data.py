@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare, size_for
+from demo.data import MIN_IMAGES, PARTS, check_image, choose_image_size, prepare_images, split_files
 from demo.recipes import Recipes
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
@@ -24,7 +24,7 @@ def make_images(folder: Path, classes: int, each: int) -> Path:
 
 @pytest.mark.slow
 def test_digits_are_cut_into_parts_that_never_overlap(tmp_path: Path) -> None:
-    names = prepare(tmp_path, None, seed=1, limit=None)
+    names = prepare_images(tmp_path, None, seed=1, limit=None)
     assert (names.old, names.new) == (list("01234"), list("0123456789"))
     assert names.image_size == 16
     count: Counter[str] = Counter()
@@ -39,14 +39,14 @@ def test_digits_are_cut_into_parts_that_never_overlap(tmp_path: Path) -> None:
 
 def test_the_seed_alone_decides_the_cut(tmp_path: Path) -> None:
     files = [Path(f"{n}.png") for n in range(100)]
-    assert dict(cut(files, 3)) == dict(cut(files, 3))
-    assert dict(cut(files, 3)) != dict(cut(files, 4))
+    assert dict(split_files(files, 3)) == dict(split_files(files, 3))
+    assert dict(split_files(files, 3)) != dict(split_files(files, 4))
 
 
 @pytest.mark.parametrize("count", [MIN_IMAGES, 14, 29, 1000])
 def test_every_part_gets_an_image_and_every_image_a_part(count: int) -> None:
     files = [Path(f"{n}.png") for n in range(count)]
-    parts = dict(cut(files, 0))
+    parts = dict(split_files(files, 0))
     assert list(parts) == list(PARTS)
     assert all(parts.values())
     assert sorted(p for part in parts.values() for p in part) == sorted(files)
@@ -55,7 +55,7 @@ def test_every_part_gets_an_image_and_every_image_a_part(count: int) -> None:
 def test_own_images_are_copied_and_only_read(tmp_path: Path) -> None:
     images = make_images(tmp_path / "mine", 5, 20)
     before = {path: path.read_bytes() for path in images.glob("*/*")}
-    names = prepare(tmp_path / "data", images, seed=0, limit=15)
+    names = prepare_images(tmp_path / "data", images, seed=0, limit=15)
     assert names.old == ["class0", "class1"]
     assert len(list((tmp_path / "data").glob("*/*/*.png"))) == 5 * 15
     assert {path: path.read_bytes() for path in images.glob("*/*")} == before
@@ -73,7 +73,7 @@ def test_own_images_are_copied_and_only_read(tmp_path: Path) -> None:
 def test_too_little_is_refused(tmp_path: Path, classes: int, each: int, message: str) -> None:
     images = make_images(tmp_path / "mine", classes, each)
     with pytest.raises(InvalidInputError, match=message) as refusal:
-        prepare(tmp_path / "data", images, seed=0, limit=None)
+        prepare_images(tmp_path / "data", images, seed=0, limit=None)
     assert refusal.value.exit_code == 65
     assert len(str(refusal.value)) < 500
 
@@ -83,7 +83,7 @@ def test_one_large_class_among_tiny_ones_is_refused_at_once(tmp_path: Path) -> N
     for number in range(200):
         shutil.copytree(images / "class0", images / f"tiny{number}", ignore=but_three)
     with pytest.raises(InvalidInputError, match="200 of 201 class folders") as refusal:
-        prepare(tmp_path / "data", images, seed=0, limit=None)
+        prepare_images(tmp_path / "data", images, seed=0, limit=None)
     assert len(str(refusal.value)) < 500
     assert not (tmp_path / "data").exists()
 
@@ -97,7 +97,7 @@ def but_three(_: str, names: list[str]) -> set[str]:
 )
 def test_whatever_is_cut_can_be_measured(tmp_path: Path, classes: int, each: int) -> None:
     """Calibration and gate each get pairs of two classes at least; the galleries their items."""
-    made = prepare(
+    made = prepare_images(
         tmp_path / "data", make_images(tmp_path / "mine", classes, each), seed=0, limit=None
     )
     assert len(made.new) == classes
@@ -117,12 +117,12 @@ def test_whatever_is_cut_can_be_measured(tmp_path: Path, classes: int, each: int
     ("side", "size"), [(5, 16), (16, 16), (28, 24), (32, 32), (100, 64), (3000, 64)]
 )
 def test_the_models_see_pictures_in_about_their_own_size(side: int, size: int) -> None:
-    assert size_for([side] * 9 + [1, 4000]) == size
+    assert choose_image_size([side] * 9 + [1, 4000]) == size
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="folder of class folders"):
-        prepare(tmp_path / "data", tmp_path / "nowhere", seed=0, limit=None)
+        prepare_images(tmp_path / "data", tmp_path / "nowhere", seed=0, limit=None)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from demo.latency import Window, summary
-from demo.load import OK, SEARCH, Answer, Load, judge, read_requests, write_requests
+from demo.latency import ActivationWindow, latency_summary
+from demo.load import OK, SEARCH, Answer, Load, judge_response, read_requests, write_requests
 from nobackfill.v1 import search_pb2
 
 
@@ -30,15 +30,15 @@ def response(*hits: tuple[str, float]) -> search_pb2.SearchResponse:
 def test_an_answer_that_is_wrong_counts_as_failed(
     answer: search_pb2.SearchResponse, verdict: str
 ) -> None:
-    assert judge(answer) == verdict
+    assert judge_response(answer) == verdict
 
 
 def test_an_item_that_is_known_stands_first_among_k() -> None:
     found = response(("a", 0), ("b", 0.1))
-    assert judge(found, "a", 2) == "OK"
-    assert judge(found, "b", 2) == "WRONG: asked b, got a at 0.0"
-    assert judge(found, "a", 3) == "WRONG: asked 3 items, got 2"
-    assert judge(response(("a", 0.5)), "a", 1) == "WRONG: asked a, got a at 0.5"
+    assert judge_response(found, "a", 2) == "OK"
+    assert judge_response(found, "b", 2) == "WRONG: asked b, got a at 0.0"
+    assert judge_response(found, "a", 3) == "WRONG: asked 3 items, got 2"
+    assert judge_response(response(("a", 0.5)), "a", 1) == "WRONG: asked a, got a at 0.5"
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_latencies_are_told_apart_by_the_swap() -> None:
     # The first began before the swap and was answered in it: the swap made it wait.
     during = [Answer(1.99, 0.5, "OK", 1), Answer(2.4, 0.1, "UNAVAILABLE", 0)]
     after = [Answer(3.01 + n / 100, 0.004, "OK", 2) for n in range(10)]
-    figures = summary([*before, *during, *after], Window(2.0, 3.0))
+    figures = latency_summary([*before, *during, *after], ActivationWindow(2.0, 3.0))
     assert figures["requests"] == 112
     assert figures["failed"] == 1
     assert figures["p50_ms_steady"] == figures["p99_ms_steady"] == 2.0

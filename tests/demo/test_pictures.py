@@ -17,7 +17,7 @@ def pixels(file: Path) -> np.ndarray:
 
 def test_photographs_of_packages_become_tiles_once(tmp_path: Path) -> None:
     """Of packages that are installed here: two photographs of scikit-learn, one of matplotlib."""
-    said = pictures.found(tmp_path / "no packages", tmp_path / "tiles")
+    said = pictures.write_photo_tiles(tmp_path / "no packages", tmp_path / "tiles")
     assert "2 of sklearn, 1 of matplotlib" in said
     files = {one: one.stat().st_mtime_ns for one in (tmp_path / "tiles").rglob("*.png")}
     assert f"{len(files)} tiles" in said
@@ -28,7 +28,7 @@ def test_photographs_of_packages_become_tiles_once(tmp_path: Path) -> None:
     photograph = load_sample_image("china.jpg")
     corners = [photograph[top : top + 96, left : left + 96] for top, left in _grid(photograph)]
     assert any(np.array_equal(china, corner) for corner in corners)
-    assert pictures.found(tmp_path / "no packages", tmp_path / "tiles") == said
+    assert pictures.write_photo_tiles(tmp_path / "no packages", tmp_path / "tiles") == said
     assert {one: one.stat().st_mtime_ns for one in files} == files
 
 
@@ -45,14 +45,14 @@ def test_a_folder_of_pictures_is_drawn_from_and_seen_a_second_time(tmp_path: Pat
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 255, (20, 30, 3), np.uint8)).save(place)
     (folder / "0" / "notes.txt").write_text("no picture")
-    names = pictures.given(folder, 40)
-    assert len(set(names)) == 40 and pictures.given(folder, 40) == names
+    names = pictures.draw_pictures(folder, 40)
+    assert len(set(names)) == 40 and pictures.draw_pictures(folder, 40) == names
     before = {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
-    pictures.views(folder, names[:5], tmp_path / "views")
+    pictures.write_second_views(folder, names[:5], tmp_path / "views")
     for name in names[:5]:
         view, image = pixels(tmp_path / "views" / name), pixels(folder / name)
         assert view.shape == image.shape and not np.array_equal(view, image)
     assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
     for few in (folder / "1", tmp_path / "none"):
         with pytest.raises(InvalidInputError, match="at least 100 PNG, JPEG or WebP files"):
-            pictures.given(few, 40)
+            pictures.draw_pictures(few, 40)

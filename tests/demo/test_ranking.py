@@ -3,7 +3,7 @@ import random
 import pytest
 from sklearn.metrics import average_precision_score
 
-from demo.ranking import agreement, average_precision, quality
+from demo.ranking import average_precision, compute_quality, measure_agreement
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -27,11 +27,15 @@ def test_quality_of_a_ranking_worked_out_by_hand() -> None:
         "q/c/z": items,
     }
     expected = (5 / 6 + 1 / 12) / 2
-    assert quality(answers, items) == {"cmc1": 50.0, "cmc5": 50.0, "map": round(100 * expected, 2)}
+    assert compute_quality(answers, items) == {
+        "cmc1": 50.0,
+        "cmc5": 50.0,
+        "map": round(100 * expected, 2),
+    }
 
 
 def test_agreement_is_the_share_of_common_first_hits() -> None:
     one = {"p": ["a", "b", "c"], "q": ["a", "b", "c"]}
     other = {"p": ["b", "a", "d"], "q": ["a", "c", "b"]}
-    assert agreement(one, other, 2) == 75.0
-    assert agreement(one, one, 3) == 100.0
+    assert measure_agreement(one, other, 2) == 75.0
+    assert measure_agreement(one, one, 3) == 100.0

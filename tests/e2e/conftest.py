@@ -34,9 +34,9 @@ def place(children: Children, tmp_path: Path) -> Place:
     repo = tmp_path / "model_repo"
     publish_block_release(repo, 1)
     addresses = serve.free_addresses(2)
-    serve.start(children, repo, tmp_path / "data", addresses)
+    serve.start_gateway(children, repo, tmp_path / "data", addresses)
     images = write_pngs(tmp_path / "gallery" / "images", ITEMS)
     connection = gateway.connect(addresses[0])
-    gateway.create(connection, "blocks")
-    gateway.put(connection, "blocks", tmp_path / "gallery", lambda done: None)
+    gateway.create_gallery(connection, "blocks")
+    gateway.put_images(connection, "blocks", tmp_path / "gallery", lambda done: None)
     return Place(repo, addresses[0], images, connection)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demo.data import prepare
+from demo.data import prepare_images
 from demo.serve import free_addresses
 from tests.support.documents import ROOT, blocks, page, run_script
 
@@ -28,7 +28,7 @@ def as_script(steps: list[tuple[str, str]]) -> str:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A folder as the reader has it, with the digits as photos and short trainings."""
-    prepare(tmp_path / "photos", None, seed=1, limit=60)
+    prepare_images(tmp_path / "photos", None, seed=1, limit=60)
     (tmp_path / "training").symlink_to(ROOT / "training")
     configs = tmp_path / "configs" / "digits"
     configs.mkdir(parents=True)

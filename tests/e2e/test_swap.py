@@ -70,9 +70,9 @@ def swap_under_load(place: Place, rollout: str) -> list[Asker]:
     for asker in askers:
         asker.start()
     try:
-        serve.activate(place.gateway, 2, rollout)
+        serve.activate_release(place.gateway, 2, rollout)
         place.gateway.rollback(confirm=True)
-        serve.activate(place.gateway, 2, rollout)
+        serve.activate_release(place.gateway, 2, rollout)
     finally:
         stop.set()
         for asker in askers:
@@ -102,11 +102,11 @@ def test_device_and_server_answer_alike_before_and_after(
     """The same images, the same releases, two programs: the same hits at the same distances."""
     device = Device(children, tmp_path / "device")
     root = place.repo / "1.root.json"
-    assert device.make(f"grpc://{place.address}", root, tmp_path / "gallery") == ITEMS
+    assert device.create(f"grpc://{place.address}", root, tmp_path / "gallery") == ITEMS
     queries = write_pngs(tmp_path / "queries", 30, seed=7)
     assert_alike(place, children, device, queries, release=1)
     publish_block_release(place.repo, 2, [1])
-    serve.activate(place.gateway, 2, "cutover")
+    serve.activate_release(place.gateway, 2, "cutover")
     _, answered, failed = device.sync(f"grpc://{place.address}", queries[0])
     assert (answered > 0, failed) == (True, 0)
     assert_alike(place, children, device, queries, release=2)

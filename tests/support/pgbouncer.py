@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from demo.database import USER, as_user
+from demo.database import USER, user_command
 from tests.support.ports import free_port
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -39,7 +39,7 @@ def pooled(server: Server) -> Iterator[str]:
         if USER:
             shutil.chown(folder, USER)
         process = subprocess.Popen(
-            [*as_user(), PROGRAM, "-q", str(config)],
+            [*user_command(), PROGRAM, "-q", str(config)],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
         )  # fmt: skip
         address = f"postgresql://postgres@127.0.0.1:{port}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from demo.database import as_user, make
+from demo.database import make_database, user_command
 from tests.support.waiting import wait_until
 
 # Nothing survives a power cut here, and nothing has to; a killed server loses nothing.
@@ -30,7 +30,7 @@ class Server:
         """Raises UnavailableError, saying why, where PostgreSQL cannot start on this machine."""
         self._folder = folder
         self._settings = {**_SETTINGS, **settings}
-        self._bin = make(folder)
+        self._bin = make_database(folder)
         self._data = folder / "data"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -41,7 +41,7 @@ class Server:
         options = [word for name, value in settings for word in ("-c", f"{name}={value}")]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*as_user(), str(self._bin / "postgres"), "-D", str(self._data),
+                [*user_command(), str(self._bin / "postgres"), "-D", str(self._data),
                  "-k", str(self._folder), *options],
                 stdout=log, stderr=log, cwd=self._folder,
                 env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
@@ -51,7 +51,7 @@ class Server:
     def alone(self, *statements: str) -> None:
         """Run statements on what is stopped, each as a transaction, before anyone can connect."""
         subprocess.run(
-            [*as_user(), str(self._bin / "postgres"), "--single", "-D", str(self._data),
+            [*user_command(), str(self._bin / "postgres"), "--single", "-D", str(self._data),
              "postgres"],
             input="".join(f"{statement}\n" for statement in statements).encode(),
             cwd=self._folder, capture_output=True, check=True,

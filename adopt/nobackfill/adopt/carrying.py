@@ -303,7 +303,7 @@ def carry(
     if flip and isinstance(place, Flippable) and not place.flipped:
         with place.prepare_flip():
             written = sweep(written, first=False)
-            with place.flip():
+            with place.open_flip():
                 everything = Window()
                 written += _window(
                     source, place, computer, everything, facts.name, False, check=False

@@ -498,8 +498,10 @@ def embed(
         _tell(f"{name}: {why}")
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{only}: {len(lost)} ids have no item in {items}, the first: {lost[0]}")
-    if found.skipped_files:
-        _tell(f"{items}: {found.skipped_files} files left out: hidden, or not named as pictures")
+    if found.skipped_file_count:
+        _tell(
+            f"{items}: {found.skipped_file_count} files left out: hidden, or not named as pictures"
+        )
     embedder = open_embedder(
         model, name=model_name, patience=patience, queries=queries, pixels=pixels
     )
@@ -899,7 +901,7 @@ def carry(
             model=new_model,
             model_name=new_model_name,
             folder=vectors,
-            natives=natives,
+            natives_file=natives,
         )
         _carry_and_answer(opened, native.target(to), native, [], flip=flip, as_json=as_json)
         return

@@ -124,7 +124,7 @@ def read_card(path: Path) -> ConverterCard:
     return card
 
 
-def describe_model(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
+def make_model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
     """Describe a model for the manifest of a converter.
 
     Opens the model, and checks that it computed the vectors.
@@ -379,8 +379,8 @@ def publish_map_as_converter(
             f"{card.corpus} ({', '.join(again.worse)}), so users of {card.old.name} should keep "
             "that model"
         )
-    old = describe_model(card.old, pairs.old, models[0], "the old vectors")
-    new = describe_model(card.new, pairs.new, models[1], "the new vectors")
+    old = make_model_card(card.old, pairs.old, models[0], "the old vectors")
+    new = make_model_card(card.new, pairs.new, models[1], "the new vectors")
     evidence = converter_evidence(card, verdict)
 
     def described(number: int, file: PublishedFile) -> Converter:

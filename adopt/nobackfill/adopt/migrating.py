@@ -535,7 +535,7 @@ class Migration:
             model=plan.new_model,
             model_name=plan.new_model_name,
             folder=self._new,
-            natives=natives if searched else None,
+            natives_file=natives if searched else None,
             pause=self._counter.check,
         )
         target = maker.target(plan.new_column, reversible=True)

@@ -134,7 +134,7 @@ def judging_metric(facts: Facts) -> Metric:
     return _JUDGED[metric]
 
 
-def match_by_id(old: Source, new: Source, *, least_pairs: int = 20) -> MatchResult:
+def match_by_id(old: Source, new: Source, *, min_pair_count: int = 20) -> MatchResult:
     """Match the vectors of two sources by id.
 
     All vectors of `new` are held in memory, and those vectors of `old` that have a partner. Both
@@ -143,16 +143,16 @@ def match_by_id(old: Source, new: Source, *, least_pairs: int = 20) -> MatchResu
     Args:
         old: Vectors by the old model; usually the gallery.
         new: Vectors by the new model; usually a sample of it.
-        least_pairs: Smallest number of pairs. With 0, no pairs are no error.
+        min_pair_count: Smallest number of pairs. With 0, no pairs are no error.
 
     Returns:
         The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks. Ids that
         only `old` has are left out.
 
     Raises:
-        InvalidInputError: Fewer than `least_pairs` items have both vectors, a vector of a pair has
-            only zeros, the metric of `old` cannot be judged; or as `read_all`. An id occurs twice
-            in `new`, or twice in `old` among the matched ones.
+        InvalidInputError: Fewer than `min_pair_count` items have both vectors, a vector of a pair
+            has only zeros, the metric of `old` cannot be judged; or as `read_all`. An id occurs
+            twice in `new`, or twice in `old` among the matched ones.
         UnavailableError: The server of a source does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
@@ -167,7 +167,7 @@ def match_by_id(old: Source, new: Source, *, least_pairs: int = 20) -> MatchResu
     order = np.array([places[name] for name in stored.ids], np.int64)
     known = set(stored.ids)
     lost = [name for name in sample.ids if name not in known]
-    if len(stored) < least_pairs:
+    if len(stored) < min_pair_count:
         why = "embed more items by the new model"
         if not len(sample):
             why = f"{new.facts().name} has no items with vectors; name another store with --new"
@@ -178,7 +178,7 @@ def match_by_id(old: Source, new: Source, *, least_pairs: int = 20) -> MatchResu
                 "are the same"
             )
         raise InvalidInputError(
-            f"expected at least {least_pairs} items with vectors of both models, found "
+            f"expected at least {min_pair_count} items with vectors of both models, found "
             f"{len(stored)}: {why}"
         )
     pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], metric)

@@ -731,7 +731,7 @@ class ChromaCopy(FlippingCopy):
     """The copy of a ChromaSource; its flip records what the original held."""
 
     @contextmanager
-    def flip(self) -> Iterator[None]:
+    def open_flip(self) -> Iterator[None]:
         """Give the name to the copy; the block writes what changed in the original meanwhile.
 
         See FlippingCopy.flip.
@@ -744,7 +744,7 @@ class ChromaCopy(FlippingCopy):
             AlreadyExistsError: another collection has the name that the old one gets.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
-        with super().flip():
+        with super().open_flip():
             yield
             self._store.record_facts(self._copy.name, {"before": _sweep_digest(self._source)})
 

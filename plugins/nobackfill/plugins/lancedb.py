@@ -387,7 +387,7 @@ class LanceSource:
         dim = _vector_dim(result.schema.field(column)) or 0
         return Rows([str(one) for one in keys], _vectors(result[column], dim), keys)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
 
         Texts come by increasing key; an empty text counts as empty. Other values are written as
@@ -951,7 +951,7 @@ class NewLanceColumn:
         return nullcontext()
 
     @contextmanager
-    def flip(self) -> Iterator[None]:
+    def open_flip(self) -> Iterator[None]:
         """Flip after the block, in one version of the table.
 
         The flip is undone if others wrote rows without a new vector meanwhile. New vectors that are

@@ -407,7 +407,7 @@ class QdrantSource:
         """
         return self.read_rows(self.vector, window)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read a payload field of a window as text, without the points where it is empty.
 
         An unknown field gives no values. Points come by increasing id. Other values are converted
@@ -1193,7 +1193,7 @@ class NewNamedVectors:
         return nullcontext()
 
     @contextmanager
-    def flip(self) -> Iterator[None]:
+    def open_flip(self) -> Iterator[None]:
         """Record the flip after the block; Qdrant has no lock.
 
         From then on, each new vector counts as its writer's. Nothing is recorded if the block

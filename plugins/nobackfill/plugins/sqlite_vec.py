@@ -740,7 +740,7 @@ class SqliteVecSource:
             rows = self._table.rows(self._table.rowids(window), values=False)
         return _rows_with_vectors(rows, self._table.name)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
 
         The order is arbitrary. All values are of one snapshot.
@@ -1298,7 +1298,7 @@ class NewVecTable:
         return nullcontext()
 
     @contextmanager
-    def flip(self) -> Iterator[None]:
+    def open_flip(self) -> Iterator[None]:
         """Exclude other writers for the block; then swap the names in the same transaction.
 
         If the block raises, its writes and the flip are undone. After the flip, do not use this

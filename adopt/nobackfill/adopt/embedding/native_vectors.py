@@ -104,7 +104,7 @@ class ColumnTexts:
         """
         if isinstance(self._source, Searchable):
             return dict(self._source.texts(rows.ids, self._column))
-        texts = self._source.column(window, self._column)
+        texts = self._source.read_column(window, self._column)
         wanted = set(rows.ids)
         pairs = zip(texts.ids, texts.values, strict=True)
         return {name: text for name, text in pairs if name in wanted}
@@ -133,62 +133,63 @@ class ListedOriginals:
         return {name: self._values[name] for name in rows.ids if name in self._values}
 
 
-def originals_name(column: str | None, items: str | None) -> str:
+def originals_name(column: str | None, items_address: str | None) -> str:
     """Return the name of the originals for `native_vector_digest`.
 
     Args:
-        column: Column of the store; ignored if `items` is given.
-        items: Folder of images or FILE.jsonl; None for a column.
+        column: Column of the store; ignored if `items_address` is given.
+        items_address: Folder of images or FILE.jsonl; None for a column.
 
     Returns:
-        The absolute path of `items` with links resolved, or else the column. The path need not
-        exist. Without both, the text "None".
+        The absolute path of `items_address` with links resolved, or else the column. The path need
+        not exist. Without both, the text "None".
     """
-    return str(Path(items).resolve()) if items is not None else str(column)
+    return str(Path(items_address).resolve()) if items_address is not None else str(column)
 
 
-def native_vector_digest(model: str, contents: str) -> str:
+def native_vector_digest(model: str, name_of_originals: str) -> str:
     """Return the digest that marks native vectors in a store, as 64 hexadecimal digits.
 
     Texts in any length; equal arguments give the same digest.
 
     Args:
         model: The model's fingerprint.
-        contents: The name of the originals, as `contents_name` returns it.
+        name_of_originals: The name of the originals, as `originals_name` returns it.
 
     Raises:
-        UnicodeEncodeError: `contents` has a lone surrogate, as a path has that is no UTF-8.
+        UnicodeEncodeError: `name_of_originals` has a lone surrogate, as a path has that is no
+            UTF-8.
     """
-    return hashlib.sha256(f"native\0{model}\0{contents}".encode()).hexdigest()
+    return hashlib.sha256(f"native\0{model}\0{name_of_originals}".encode()).hexdigest()
 
 
-def open_originals(source: Source, column: str | None, items: str | None) -> Originals:
+def open_originals(source: Source, column: str | None, items_address: str | None) -> Originals:
     """Open the originals of a store's items.
 
     Args:
         source: The store.
-        column: Column of the store with texts; None if `items` is given.
-        items: Folder of images, or FILE.jsonl with a field `text`; its items are read now.
+        column: Column of the store with texts; None if `items_address` is given.
+        items_address: Folder of images, or FILE.jsonl with a field `text`; its items are read now.
 
     Raises:
-        InvalidInputError: Both or neither of `column` and `items` are given, the store has no such
-            column; or as `read_items`. An id of `items` occurs twice, or a line of FILE.jsonl is
-            malformed.
+        InvalidInputError: Both or neither of `column` and `items_address` are given, the store has
+            no such column; or as `read_items`. An id of `items_address` occurs twice, or a line of
+            FILE.jsonl is malformed.
         NotFoundError: There is no such path, or no item in it.
         UnavailableError: The store's server does not answer.
         NotPermittedError: The server of the store refuses the user.
-        ConfigurationError: `items` is the address of a store, which would send vectors or a
+        ConfigurationError: `items_address` is the address of a store, which would send vectors or a
             password unencrypted, or needs an extra that is not installed.
         BusyError: Others hold the store, or its server has too many requests.
         IncompatibleSpaceError: As `read_items`.
     """
-    if (column is None) == (items is None):
+    if (column is None) == (items_address is None):
         raise InvalidInputError(
             "expected either --column NAME or --items PATH, which name the texts or images that "
             "the new model embeds, got both or neither; give exactly one"
         )
-    if items is not None:
-        return ListedOriginals(read_items(items, column="text"), Path(items))
+    if items_address is not None:
+        return ListedOriginals(read_items(items_address, column="text"), Path(items_address))
     assert column is not None
     _check_column(source, column)
     return ColumnTexts(source, column)
@@ -204,7 +205,7 @@ def _check_column(source: Source, column: str) -> None:
         # sqlite-vec reads a column of another table as TABLE.COLUMN; Qdrant lists no fields.
         if known and "." not in column:
             raise InvalidInputError(f"{name}: no column {column!r}")
-        source.column(next(iter(source.windows(1)), Window()), column)
+        source.read_column(next(iter(source.windows(1)), Window()), column)
     except InvalidInputError as error:
         raise InvalidInputError(
             f"{name}: expected --column to name a column of the store, got {column!r}; correct "
@@ -250,7 +251,7 @@ class VectorFolder:
         self._digests: dict[str, str] = {}
         self._windows = list(self._source.windows(0))
         for number, window in enumerate(self._windows):
-            digests = self._source.column(window, CONTENT_DIGEST_COLUMN)
+            digests = self._source.read_column(window, CONTENT_DIGEST_COLUMN)
             self._places |= {name: (number, row) for row, name in enumerate(digests.ids)}
             self._digests |= dict(zip(digests.ids, digests.values, strict=True))
         self._loaded: dict[int, Vectors] = {}
@@ -533,7 +534,7 @@ def open_native_vectors(
     model: str | None = None,
     model_name: str | None = None,
     folder: Path | None = None,
-    natives: Path | None = None,
+    natives_file: Path | None = None,
     pause: Callable[[], None] | None = None,
 ) -> NativeVectorComputer:
     """Open the model, the folder and the file from which native vectors of a store come.
@@ -548,8 +549,8 @@ def open_native_vectors(
         model: The new model, as `open_embedder` takes it; None to use stored vectors alone.
         model_name: Its name at an endpoint.
         folder: Folder of vectors that `nobackfill embed` wrote; None: none.
-        natives: File of lazy re-embedding, which is created if it is missing; None: none. It is
-            not used where neither the model nor the folder tells a fingerprint.
+        natives_file: File of lazy re-embedding, which is created if it is missing; None: none. It
+            is not used where neither the model nor the folder tells a fingerprint.
         pause: Called before each window; an error that it raises ends the run. None: no call.
 
     Raises:
@@ -581,8 +582,8 @@ def open_native_vectors(
     elif embedder is not None:
         dim = _dimension(source, contents, embedder)
     known = None
-    if natives is not None and fingerprint is not None:
-        known = NativeVectorFile(natives, fingerprint, dim)
+    if natives_file is not None and fingerprint is not None:
+        known = NativeVectorFile(natives_file, fingerprint, dim)
     return NativeVectorComputer(
         contents,
         dim,

@@ -54,14 +54,14 @@ class ItemList:
         kind: "image" or "text".
         ids: Unique ids, at least one.
         contents: Texts, or paths of images, in the order of `ids`.
-        skipped_files: Number of files in a folder of images that were left out: hidden, or not
+        skipped_file_count: Number of files in a folder of images that were left out: hidden, or not
             named as images.
     """
 
     kind: InputKind
     ids: list[str]
     contents: list[str] | list[Path]
-    skipped_files: int = 0
+    skipped_file_count: int = 0
 
 
 def read_items(
@@ -116,7 +116,7 @@ def read_items(
         files = sorted(p for p in every if _is_picture(p, path))
         names = [p.relative_to(path).as_posix() for p in files]
         images = _wanted("image", names, files, only, address)
-        return replace(images, skipped_files=len(every) - len(files))
+        return replace(images, skipped_file_count=len(every) - len(files))
     else:
         found = _column_texts(_source(address, key, vector, where), column, only)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
@@ -159,7 +159,7 @@ def _column_texts(
             return found
     found = []
     for window in source.windows(_WINDOW):
-        values = source.column(window, column)
+        values = source.read_column(window, column)
         found += [
             pair
             for pair in zip(values.ids, values.values, strict=True)

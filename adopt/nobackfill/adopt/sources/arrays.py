@@ -23,7 +23,7 @@ from nobackfill.adopt.sources.source import (
     TargetVectors,
     Window,
     check_file_name,
-    permissions_of,
+    file_permissions,
     read_mark,
     value_as_text,
 )
@@ -143,7 +143,7 @@ class ArraySource:
         ids = list(map(value_as_text, _array(self._folder / _IDS)[rows].tolist()))
         return Rows(ids, np.array(_array(self.path)[rows], np.float32))
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read a one-dimensional array of the folder as text, for the rows of a window.
 
         A missing number is "nan", and a missing date "None".
@@ -236,7 +236,7 @@ class ArrayTarget:
     Args:
         source: The source.
         folder: Its folder.
-        parts: Folder of the files for the windows.
+        parts_folder: Folder of the files for the windows.
         final: The file that `finish` writes; if it exists, nothing is pending.
         target: The name and the dimension of the new vectors.
     """
@@ -244,9 +244,9 @@ class ArrayTarget:
     concurrent_windows = 1
 
     def __init__(
-        self, source: ArraySource, folder: Path, parts: Path, final: Path, target: Target
+        self, source: ArraySource, folder: Path, parts_folder: Path, final: Path, target: Target
     ) -> None:
-        self._source, self._folder, self._parts = source, folder, parts
+        self._source, self._folder, self._parts = source, folder, parts_folder
         self._final, self._target = final, target
 
     def pending(self, window: Window) -> Rows:
@@ -298,7 +298,7 @@ class ArrayTarget:
         buffer = io.BytesIO()
         np.save(buffer, vectors_of_window, allow_pickle=False)
         file = self._part(window) if complete else partial
-        write_file(file, buffer.getvalue(), permissions_of(self._source.path))
+        write_file(file, buffer.getvalue(), file_permissions(self._source.path))
         if complete:
             remove_tree(partial)
 
@@ -361,7 +361,7 @@ class ArrayTarget:
             form = {"descr": "<f4", "fortran_order": False, "shape": shape}
             header = io.BytesIO()
             np.lib.format.write_array_header_1_0(header, form)
-            append_bytes(merged, header.getvalue(), permissions_of(self._source.path))
+            append_bytes(merged, header.getvalue(), file_permissions(self._source.path))
             # Not mapped: on a full disk, a write to a mapped file kills the process.
             for part in sorted(self._parts.glob("*.npy"), key=lambda p: int(p.stem.split("-")[0])):
                 append_bytes(merged, _array(part).astype("<f4").tobytes())
@@ -475,13 +475,13 @@ class MemorySource:
         """
         return self._source.read(window)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of the source itself.
 
         Raises:
             InvalidInputError: There is no such column, or its file cannot be read.
         """
-        return self._source.column(window, name)
+        return self._source.read_column(window, name)
 
     def open_target(self, target: Target) -> TargetVectors:
         """Create or open new vectors in the source itself.
@@ -563,7 +563,7 @@ class MemorySource:
         """
         wanted, found = set(ids), dict[str, str]()
         for window in self._source.windows(WINDOW_ITEMS):
-            one = self._source.column(window, column)
+            one = self._source.read_column(window, column)
             found |= {n: v for n, v in zip(one.ids, one.values, strict=True) if n in wanted}
         return found
 

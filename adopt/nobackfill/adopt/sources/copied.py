@@ -297,9 +297,9 @@ class CopiedSource:
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
         """
-        return rows_of(self._here.records(window), self._here.name)
+        return rows_from_records(self._here.records(window), self._here.name)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read a value of a window's items as text; items where it is empty are left out.
 
         An unknown name gives no values. A value counts as empty if it is None or "". Values come in
@@ -335,7 +335,7 @@ class CopiedSource:
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
         """
-        return rows_of(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
+        return rows_from_records(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read a value of items as text, by id; items without it are left out.
@@ -429,7 +429,7 @@ class CollectionCopy:
                 copies are deleted already. The server refuses the request.
             CannotWriteError: A copy cannot be deleted.
         """
-        return rows_of(self._left(window), self._source.name)
+        return rows_from_records(self._left(window), self._source.name)
 
     def _left(self, window: Window) -> list[Record]:
         """Delete copies of deleted and changed items; then read the items without a copy."""
@@ -477,7 +477,7 @@ class CollectionCopy:
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
-        return rows_of(records, self._copy.name)
+        return rows_from_records(records, self._copy.name)
 
     def count(self) -> int:
         """Count the items of the copy, also those of writers.
@@ -495,7 +495,7 @@ class CollectionCopy:
         return self._store.flip_steps(self._source, self._copy)
 
 
-def rows_of(records: Sequence[Record], where: str) -> Rows:
+def rows_from_records(records: Sequence[Record], where: str) -> Rows:
     """Convert items to rows, whose keys are the items and whose versions are their digests.
 
     Args:

@@ -23,7 +23,7 @@ from nobackfill.adopt.sources.copied import (
     CopiedSource,
     Record,
     matches_sketch,
-    rows_of,
+    rows_from_records,
 )
 from nobackfill.adopt.sources.source import Rows, Target, Window
 from nobackfill.errors import (
@@ -449,7 +449,7 @@ class FlippingCopy(CollectionCopy):
         """
         windows = self._source.windows(_PAGE) if window == Window() else [window]
         records = [one for some in windows for one in self._left(some)]
-        return rows_of(records, self._source.name)
+        return rows_from_records(records, self._source.name)
 
     def _left(self, window: Window) -> list[Record]:
         notes = {} if self._known is None else self._copy.digests(window)
@@ -480,7 +480,7 @@ class FlippingCopy(CollectionCopy):
         ours = [
             one for one in records if matches_sketch(one.vector, notes.get(one.key, "")[DIGEST:])
         ]
-        return rows_of(ours, self._copy.name)
+        return rows_from_records(ours, self._copy.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Put copies of items with their new vectors; delete those whose original is gone now.
@@ -519,7 +519,7 @@ class FlippingCopy(CollectionCopy):
         return nullcontext()
 
     @contextmanager
-    def flip(self) -> Iterator[None]:
+    def open_flip(self) -> Iterator[None]:
         """Let the name lead to the copy; the block writes what changed in the original meanwhile.
 
         If the block raises, the name leads to the original again. A killed flip continues when it

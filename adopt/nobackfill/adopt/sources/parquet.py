@@ -27,7 +27,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     check_file_name,
     check_same_model,
-    permissions_of,
+    file_permissions,
     read_mark,
     value_as_text,
 )
@@ -203,7 +203,7 @@ class ParquetSource:
         """
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a row group as text; rows without a value or a key are left out.
 
         Rows without a vector are there, so match with `read` by the key.
@@ -440,7 +440,7 @@ class ParquetTarget:
         data = vectors_to_parquet(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
-        write_file(file, data, permissions_of(self._source.window_file(read.window)))
+        write_file(file, data, file_permissions(self._source.window_file(read.window)))
 
     def _with_earlier(
         self, read: ReadVersion, rows: Rows, vectors: Vectors

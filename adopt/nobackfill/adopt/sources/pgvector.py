@@ -284,7 +284,7 @@ class PgvectorSource:
         """
         return self.rows(self.vector, window)
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; rows where it is NULL are left out.
 
         They are sorted by key. An empty text stays. Only rows of the condition count.

@@ -774,7 +774,7 @@ class PgvectorColumn:
         """The relation and the column of the new vectors."""
         return sql.Identifier(self._table.schema, self._table.relation), self._target.name
 
-    def flip(self) -> AbstractContextManager[None]:
+    def open_flip(self) -> AbstractContextManager[None]:
         """Lock the table for the block, and rename both columns at its end, in one transaction.
         Neither readers nor writers pass meanwhile. The old vectors get the name COLUMN_before and
         stay. An error in the block rolls the flip back. With `Target.must_be_reversible`, triggers
@@ -1398,7 +1398,7 @@ class PgvectorTable:
         """The relation and the column of the new vectors."""
         return self._names["new_table"], self._source.vector
 
-    def flip(self) -> AbstractContextManager[None]:
+    def open_flip(self) -> AbstractContextManager[None]:
         """Lock the old table for the block; at its end, give the new one keys, rights and policies.
 
         Neither readers nor writers pass meanwhile. An error in the block rolls the flip back. The

@@ -1220,7 +1220,7 @@ class SourceTable:
     @contextmanager
     def run_flip(
         self,
-        steps: Callable[[], list[str]],
+        run_steps: Callable[[], list[str]],
         last_step: Callable[["Changes"], object] | None = None,
     ) -> Iterator[None]:
         """Run the block in one transaction in which no other session reads or writes the table.
@@ -1229,7 +1229,7 @@ class SourceTable:
         frees the table. While it waits for the table, later readers and writers wait, too.
 
         Args:
-            steps: Called after the block; returns the statements to run, in their order.
+            run_steps: Called after the block; returns the statements to run, in their order.
             last_step: Called after them, to change more; None for no more changes.
 
         Raises:
@@ -1242,7 +1242,7 @@ class SourceTable:
             changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
             yield
             changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
-            for step in steps():
+            for step in run_steps():
                 changes.run_text(step)
             if last_step is not None:
                 last_step(changes)
@@ -1508,16 +1508,16 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
     )
 
 
-def comment_with_facts(owners: str | None = None, **facts: str | None) -> str:
+def comment_with_facts(owner_comment: str | None = None, **facts: str | None) -> str:
     """Write a comment of a column or table that records facts of new vectors, as JSON in its last
     line.
 
     Args:
-        owners: The owner's comment, which precedes it; None or empty for none.
+        owner_comment: The owner's comment, which precedes it; None or empty for none.
         facts: Values by name; None is left out.
     """
     ours = json.dumps({name: one for name, one in facts.items() if one is not None})
-    return f"{owners}\n{ours}" if owners else ours
+    return f"{owner_comment}\n{ours}" if owner_comment else ours
 
 
 def parse_comment_facts(comment: object) -> dict[str, str]:

@@ -258,7 +258,7 @@ class Flippable(TargetVectors, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def flip(self) -> AbstractContextManager[None]:
+    def open_flip(self) -> AbstractContextManager[None]:
         """Lock the store against other writers for the block, and flip at its end.
 
         The caller writes the last pending rows in the block. An exception in the block undoes the
@@ -379,7 +379,7 @@ class Source(Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def column(self, window: Window, name: str) -> ColumnValues:
+    def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; items without a value are left out.
 
         Raises:
@@ -864,7 +864,7 @@ def check_file_name(name: str) -> str:
     return name
 
 
-def permissions_of(path: Path) -> int:
+def file_permissions(path: Path) -> int:
     """Return the permissions of a file for reading and writing, for a file of new vectors.
 
     Links are followed.
