@@ -55,7 +55,7 @@ class FedGallery:
 
     def wait_until_told(self, info: SpaceInfo) -> None:
         """Wait until Milvus knows all of a space."""
-        number = info.number
+        number = info.table_number
         while len(
             self.store.database.read(
                 lambda connection: journal.pending_labels(connection, self.store.schema, number, 0)
@@ -73,7 +73,7 @@ class FedGallery:
 
     def search_milvus_alone(self, info: SpaceInfo) -> Callable[..., list[int]]:
         """Milvus alone: query, k, ef, expression and moment as Collections.search has them."""
-        name = collection_name(self._known, self.store.schema, info.number)
+        name = collection_name(self._known, self.store.schema, info.table_number)
         return lambda query, *rest: self.collections.search(name, info.spec, query, *rest)
 
 

@@ -137,7 +137,9 @@ class UpgradeContenders:
     ) -> tuple[float, float, float]:
         """Seconds of reading, carrying, writing."""
         database, spec = self._store.database, source.spec
-        table, into = (schema.table_name(self._store.schema, s.number) for s in (source, target))
+        table, into = (
+            schema.table_name(self._store.schema, s.table_number) for s in (source, target)
+        )
         where = f"label > {first} AND label <= {first + SLICE}"
         began = time.perf_counter()
         labels, old, side = database.read(
@@ -151,7 +153,7 @@ class UpgradeContenders:
         ]
         done = time.perf_counter()
         embedding = np.concatenate([one.embedding for one in carried])
-        sides = [one.side for one in carried if one.side is not None]
+        sides = [one.side_information for one in carried if one.side_information is not None]
         new_side = np.concatenate(sides) if sides else None
         database.write(lambda c: copy_in(c, into, labels, "upgraded", None, embedding, new_side))
         return read - began, done - read, time.perf_counter() - done
@@ -164,7 +166,7 @@ class UpgradeContenders:
 
     def _thread(self) -> float:
         runner = open_route(self._pair.repo, self._route, 2, int8=True)
-        return self._timed(lambda: run_upgrade(self._store, runner, self._target).writes)
+        return self._timed(lambda: run_upgrade(self._store, runner, self._target).written_count)
 
     def _workers(self, workers: Workers) -> float:
         by_workers = WorkerUpgrades(workers, self._pair.repo)
@@ -172,7 +174,7 @@ class UpgradeContenders:
             lambda: (
                 by_workers.run(
                     self._store, self._route, self._target, lambda _: None, lambda: False
-                ).writes
+                ).written_count
             )
         )
 

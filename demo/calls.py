@@ -38,7 +38,7 @@ async def _several_call(stack: AsyncExitStack, addresses: str, method: str) -> C
             lambda t: ask(request, timeout=t),
             addresses,
             seconds=TIMEOUT,
-            gateways=addresses.count(",") + 1,
+            gateway_count=addresses.count(",") + 1,
         )
         return answer
 

@@ -23,7 +23,7 @@ def main() -> None:
         )
         assert version("nobackfill") in done.stdout, f"{program}: {done.stdout!r}"
     rows = np.random.default_rng(0).standard_normal((2000, 16), np.float32)
-    spec = SpaceSpec("trial", 1, 16, "squared_l2", unit=False, side_space=None, side_dim=0)
+    spec = SpaceSpec("trial", 1, 16, "squared_l2", unit_norm=False, side_space=None, side_dim=0)
     labels = np.arange(len(rows))
     graph = hnsw.build_index(spec, labels, rows).search(rows[:100], k=1)
     exact = ExactIndex(spec, labels, rows).search(rows[:100], k=1)

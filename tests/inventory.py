@@ -63,7 +63,7 @@ _FIT = (
 JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client add": (f"{_CLIENT}.cli.galleries:add", f"{_CLIENT}.cli.galleries:add_texts"),
     "edge-client browse": (f"{_CLIENT}.cli.galleries:browse",),
-    "edge-client gc": (f"{_CLIENT}.maintenance:collect",),
+    "edge-client gc": (f"{_CLIENT}.maintenance:collect_garbage",),
     "edge-client init": (f"{_CLIENT}.creation:init",),
     "edge-client list": (f"{_CLIENT}.cli.galleries:list_items",),
     "edge-client pull": (f"{_CLIENT}.vault.transfer:PullReport.as_json",),

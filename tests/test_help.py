@@ -101,7 +101,7 @@ def applied() -> Mapping[str, object]:
     for option, parameter in shown.items():
         for role in ("root", "targets"):
             if parameter.name == f"--{role}-key" and option.startswith("publication"):
-                path = keys.path("root" if role == "root" else "targets")
+                path = keys.key_path("root" if role == "root" else "targets")
                 found[option] = path.relative_to("/")
     return found
 

@@ -80,7 +80,7 @@ def _ways(
     unit = is_unit(pairs.new)
     blocks = split_into_blocks(pairs.old, pairs.new)
     straight = {
-        "ridge": ridge.fit_ridge(blocks, sample=LEAVE_ONE_OUT_ROWS),
+        "ridge": ridge.fit_ridge(blocks, most_sampled_rows=LEAVE_ONE_OUT_ROWS),
         "ridge, fixed": ridge.solve_ridge(Moments.from_blocks(blocks()), FIXED),
     }
     carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}

@@ -96,7 +96,7 @@ def _enough(vectors: Vectors, queries: Vectors, true: Labels) -> dict[float, int
 
     A collection of Chroma's has one ef for good and takes long to fill: all are tried from there.
     """
-    index = hnsw.build_index(SPEC, np.arange(len(vectors)), vectors, threads=lambda: 2)
+    index = hnsw.build_index(SPEC, np.arange(len(vectors)), vectors, count_threads=lambda: 2)
     found: dict[float, int] = {}
     for ef in EFS:
         index.graph.ef = ef

@@ -44,7 +44,9 @@ def run(bench: Bench) -> list[Table]:
         _fill(store, vectors)
         view = LiveView(store, SPEC.space)
         view.compact(
-            lambda spec, labels, content: hnsw.build_index(spec, labels, content, threads=lambda: 2)
+            lambda spec, labels, content: hnsw.build_index(
+                spec, labels, content, count_threads=lambda: 2
+            )
         )
         filtering = FilterEngine(store)
         firsts = _firsts(store, filtering, items)

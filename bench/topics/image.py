@@ -78,7 +78,7 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
     try:
         while not client.is_live(1.0):
             assert process.alive(), process.log_tail()
-        name = manifest.embedder_model(2)
+        name = manifest.embedder_model_name(2)
         client.load(name, model_config(repo, name), LOAD_SECONDS)
         yield process.address
     finally:
@@ -89,7 +89,7 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
 def _infer(image: bytes, side: int) -> bytes:
     pixels = decode_image(image, side, side)[None]
     request = service_pb2.ModelInferRequest(
-        model_name=manifest.embedder_model(2), model_version="1"
+        model_name=manifest.embedder_model_name(2), model_version="1"
     )
     request.inputs.add(name="image", datatype="UINT8", shape=pixels.shape)
     request.outputs.add(name="embedding")

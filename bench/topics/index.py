@@ -93,7 +93,7 @@ def _engines(vectors: Vectors) -> list[Engine]:
         len(vectors), M=hnsw.LINKS_PER_ROW, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1
     )
     bare.add_items(vectors, labels, num_threads=2)
-    base = hnsw.build_index(SPEC, labels, vectors, threads=lambda: 2)
+    base = hnsw.build_index(SPEC, labels, vectors, count_threads=lambda: 2)
     ours = _Ours(base)
     exact = ExactIndex(SPEC, labels, vectors)
 

@@ -17,7 +17,7 @@ from bench.published import INNER, SIZE, Publication, make_publication
 from bench.topics.edge import make_device
 from nobackfill.client.device import Device
 from nobackfill.client.photos import read_image
-from nobackfill.gallery.sqlite_file import find_space, vector_table
+from nobackfill.gallery.sqlite_file import find_space, vector_table_name
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.web.browse.app import make_site
 from nobackfill.plugins.web.guard import new_token
@@ -74,7 +74,7 @@ def _filled(folder: Path, pair: Publication, size: int, photos: list[Path]) -> P
             )  # fmt: skip
         drawn = np.random.default_rng(0).random(size).tolist()
         with opened.store.transaction() as connection:
-            table = vector_table(find_space(connection, space).number)
+            table = vector_table_name(find_space(connection, space).table_number)
             connection.executemany(
                 f"UPDATE {table} SET uncertainty = ? WHERE label = ?",  # noqa: S608 - ours
                 [(value, label) for label, value in enumerate(drawn, 1)],

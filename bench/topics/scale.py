@@ -64,7 +64,7 @@ def _searches(
 ) -> Table:
     """Queries a second of so many clients at once."""
     info = store.active()
-    table = schema.table_name(store.schema, info.number)
+    table = schema.table_name(store.schema, info.table_number)
     searcher = PostgresqlSearcher(store.database, store.schema, info)
     count = bench.size(20, 2_000, 4_000)
 

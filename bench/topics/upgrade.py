@@ -90,7 +90,7 @@ def run(bench: Bench) -> list[Table]:
     with fill_gallery(original, pair.manifests[1], items) as store:
         labels, vectors = store.load_vectors(pair.manifests[1].space)
     old = hnsw.build_index(
-        SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS
+        SpaceSpec.of(pair.manifests[1]), labels, vectors, count_threads=lambda: THREADS
     )
     work = UpgradeFixture(bench.folder, pair, original, old)
     measured = _measured(bench, work)
@@ -172,7 +172,9 @@ def _ours(work: UpgradeFixture, kind: str) -> Seconds:
         }
         if kind == "int8":
             fresh = time_call(
-                lambda: answers(hnsw.build_index(target, labels, vectors, threads=lambda: THREADS))
+                lambda: answers(
+                    hnsw.build_index(target, labels, vectors, count_threads=lambda: THREADS)
+                )
             )
             parts["index fresh"] = fresh
             parts["whole, index fresh"] = parts["whole, index inherited"] - inherited + fresh
@@ -192,8 +194,12 @@ def _indexes(bench: Bench, work: UpgradeFixture, items: data.ItemVectors) -> lis
     labels = work.old.labels
     made: dict[str, HnswIndex] = {}
     ways: dict[str, Callable[[], HnswIndex]] = {
-        "fresh, 1 thread": lambda: hnsw.build_index(target, labels, upgraded, threads=lambda: 1),
-        "fresh, 2 threads": lambda: hnsw.build_index(target, labels, upgraded, threads=lambda: 2),
+        "fresh, 1 thread": lambda: hnsw.build_index(
+            target, labels, upgraded, count_threads=lambda: 1
+        ),
+        "fresh, 2 threads": lambda: hnsw.build_index(
+            target, labels, upgraded, count_threads=lambda: 2
+        ),
         "inherited": lambda: hnsw.transfer_index(work.old, target, labels, upgraded),
     }
     rows: list[Row] = []

@@ -76,7 +76,7 @@ class ImageListing:
 
 
 def list_images(
-    root: Path, classes: int | None = None, class_list: Path | None = None
+    root: Path, class_count: int | None = None, class_list: Path | None = None
 ) -> ImageListing:
     """List the images of class folders, ordered by class, then by file name.
 
@@ -87,15 +87,15 @@ def list_images(
 
     Args:
         root: A folder of class folders.
-        classes: Number of classes to use, from the first on, at least 1; None for all. Folders
+        class_count: Number of classes to use, from the first on, at least 1; None for all. Folders
             beyond it are not read.
         class_list: A UTF-8 file with a class folder at the start of each line, which gives the
             order; empty lines are skipped. None takes all folders by name.
 
     Raises:
         ConfigurationError: `root` or `class_list` cannot be read.
-        InvalidInputError: No class folder, fewer than `classes`, a listed folder that is missing,
-            listed twice or inside another, or a class folder without an image.
+        InvalidInputError: No class folder, fewer than `class_count`, a listed folder that is
+            missing, listed twice or inside another, or a class folder without an image.
         PermissionError: `root` is a folder that this user may not read. A folder below it that
             cannot be read counts as empty.
     """
@@ -111,12 +111,12 @@ def list_images(
             "none; "
             "put each class's images into a folder of its own"
         )
-    if classes is not None and classes > len(folders):
+    if class_count is not None and class_count > len(folders):
         raise InvalidInputError(
-            f"{root}: expected at least {classes} class folders, because the configuration has "
-            f"`classes: {classes}`, got {len(folders)}; add folders, or set `classes` lower"
+            f"{root}: expected at least {class_count} class folders, because the configuration has "
+            f"`classes: {class_count}`, got {len(folders)}; add folders, or set `classes` lower"
         )
-    files = _files(folders[:classes])
+    files = _files(folders[:class_count])
     for folder, of_class in files.items():
         if not of_class:
             raise InvalidInputError(

@@ -36,7 +36,7 @@ def space_id(
     width: int | None,
     dim: int,
     metric: Metric,
-    unit: bool,
+    unit_norm: bool,
     more_fields: Mapping[str, str | int] = MappingProxyType({}),
 ) -> str:
     """Return the id of a release's vector space: `sp-` and 64 hex digits.
@@ -51,7 +51,7 @@ def space_id(
         width: Columns of the embedder's input in pixels, None without one.
         dim: The dimension of a vector.
         metric: How distances are computed.
-        unit: Whether vectors have norm 1.
+        unit_norm: Whether vectors have norm 1.
         more_fields: Further fields of the digest, such as a text encoder; they replace fields of
             the same name.
 
@@ -62,7 +62,7 @@ def space_id(
     fields: dict[str, str | int | bool] = {
         "dim": dim,
         "metric": metric,
-        "unit": unit,
+        "unit": unit_norm,
         **more_fields,
     }
     if embedder_sha256 is not None and height is not None and width is not None:

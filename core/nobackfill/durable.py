@@ -49,14 +49,14 @@ class DurableStep:
         kind: mkdir, create, write, fsync, rename, unlink, rmdir, fsync_dir, begin, before_commit or
             after_commit.
         path: The file or folder.
-        target: The new path of a rename.
-        data: The bytes of a write.
+        rename_target: The new path of a rename.
+        written_bytes: The bytes of a write.
     """
 
     kind: str
     path: Path
-    target: Path | None = None
-    data: bytes | memoryview = b""
+    rename_target: Path | None = None
+    written_bytes: bytes | memoryview = b""
 
 
 class FaultInjector:
@@ -108,7 +108,7 @@ class FaultInjector:
         self.fired = True
         return self._kind
 
-    def strike(self, kind: str, path: Path) -> None:
+    def inject_fault(self, kind: str, path: Path) -> None:
         """Inject a fault: kill this process, or raise OSError.
 
         Args:
@@ -545,7 +545,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _step(kind: str, path: Path, target: Path | None = None) -> Iterator[None]:
     if fault := FAULT_INJECTOR.count_step():
-        FAULT_INJECTOR.strike(fault, path)
+        FAULT_INJECTOR.inject_fault(fault, path)
     yield
     FAULT_INJECTOR.report_step(DurableStep(kind, path, target))
 
@@ -558,14 +558,14 @@ def _create(path: Path, mode: int) -> None:
 def _write(path: Path, data: bytes | memoryview) -> None:
     fault = FAULT_INJECTOR.count_step()
     if fault and fault != "short":
-        FAULT_INJECTOR.strike(fault, path)
+        FAULT_INJECTOR.inject_fault(fault, path)
     with path.open("ab", buffering=0) as file:
         remainder = memoryview(data)[: len(data) // 2 if fault else len(data)]
         while remainder:
             remainder = remainder[file.write(remainder) :]
     if fault:
-        FAULT_INJECTOR.strike(fault, path)
-    FAULT_INJECTOR.report_step(DurableStep("write", path, data=data))
+        FAULT_INJECTOR.inject_fault(fault, path)
+    FAULT_INJECTOR.report_step(DurableStep("write", path, written_bytes=data))
 
 
 def _fsync(path: Path) -> None:

@@ -98,12 +98,12 @@ class UnusableRowsError(InvalidInputError):
     """Some of many vectors are unusable; the others are valid.
 
     Attributes:
-        rows: Indices of the unusable vectors, from 0.
+        unusable_rows: Indices of the unusable vectors, from 0.
     """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:
         super().__init__(message)
-        self.rows = tuple(rows)
+        self.unusable_rows = tuple(rows)
 
 
 class VerificationError(NobackfillError):
@@ -132,12 +132,12 @@ class UnusableOutputError(VerificationError):
     """A model returned no usable vector for some of its inputs.
 
     Attributes:
-        rows: Indices of these inputs, from 0.
+        unusable_rows: Indices of these inputs, from 0.
     """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:
         super().__init__(message)
-        self.rows = tuple(rows)
+        self.unusable_rows = tuple(rows)
 
 
 class UnfitError(VerificationError):

@@ -62,7 +62,7 @@ class ImageHeader:
         format: JPEG, PNG, WEBP, HEIF or AVIF.
         width: Columns, before EXIF orientation.
         height: Rows, before EXIF orientation.
-        scans: Passes of a JPEG over its picture, 1 for other formats.
+        scan_count: Passes of a JPEG over its picture, 1 for other formats.
         picture_bytes: The file without what decoders need not see: for a JPEG, without its
             metadata and without everything after its end, such as further pictures.
         exif: The EXIF data of a JPEG without its signature, None if there is none.
@@ -71,7 +71,7 @@ class ImageHeader:
     format: str
     width: int
     height: int
-    scans: int
+    scan_count: int
     picture_bytes: bytes
     exif: bytes | None
 
@@ -82,7 +82,7 @@ class ImageHeader:
         The estimate also bounds memory: a PNG takes up to 8 bytes a pixel, a WebP, HEIC or AVIF up
         to 20. Each four further passes of a JPEG count like the first.
         """
-        per_pixel = {"JPEG": 1 + self.scans // 4, "PNG": 3}.get(self.format, 8)
+        per_pixel = {"JPEG": 1 + self.scan_count // 4, "PNG": 3}.get(self.format, 8)
         return per_pixel * self.width * self.height
 
 
@@ -117,17 +117,17 @@ def read_header(data: bytes) -> ImageHeader:
     width, height = header.width, header.height
     if not width * height:
         raise damage_error(f"it is {width} x {height}")
-    one_scan = header.format == "JPEG" and header.scans == 1
+    one_scan = header.format == "JPEG" and header.scan_count == 1
     largest = LARGEST_JPEG_PIXELS if one_scan else LARGEST_PIXELS
     if width * height > largest or max(width, height) > LONGEST_SIDE:
         raise InvalidInputError(
             f"image: expected at most {largest} pixels and sides up to {LONGEST_SIDE}, "
             f"got {width} x {height}; send a smaller copy"
         )
-    if header.scans > MOST_JPEG_SCANS:
+    if header.scan_count > MOST_JPEG_SCANS:
         raise InvalidInputError(
-            f"image: expected a JPEG of at most {MOST_JPEG_SCANS} scans, got {header.scans} or "
-            "more; save it as a JPEG that is not progressive"
+            f"image: expected a JPEG of at most {MOST_JPEG_SCANS} scans, got {header.scan_count} "
+            "or more; save it as a JPEG that is not progressive"
         )
     return header
 

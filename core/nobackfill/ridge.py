@@ -47,7 +47,7 @@ class Moments:
     """Sums over paired rows x [n, a] and y [n, b] from which every closed-form map is solved.
 
     Attributes:
-        rows: Number of pairs.
+        row_count: Number of pairs.
     """
 
     def __init__(self, same_origin_as: "Moments | None" = None) -> None:
@@ -57,7 +57,7 @@ class Moments:
             same_origin_as: Use the origin of these moments, so that `subtract` can take one from
                 the other. None, or moments without pairs: the first block gives the origin.
         """
-        self.rows = 0
+        self.row_count = 0
         # Sums of differences from the first block's means: a large mean costs no digits.
         self._origin: tuple[Doubles, Doubles] | None = None
         if same_origin_as is not None and same_origin_as._origin is not None:
@@ -78,9 +78,9 @@ class Moments:
         moments = cls()
         for x, y in blocks:
             moments.add(x, y)
-        if moments.rows < 2:
+        if moments.row_count < 2:
             raise ValueError(
-                f"to fit a map, expected at least 2 pairs, got {moments.rows}; pass more pairs"
+                f"to fit a map, expected at least 2 pairs, got {moments.row_count}; pass more pairs"
             )
         return moments
 
@@ -131,7 +131,7 @@ class Moments:
         """
         assert self._origin is not None
         others = Moments(self)
-        others.rows = self.rows - part.rows
+        others.row_count = self.row_count - part.row_count
         for total, sums, subtrahend in zip(
             (*others._sums, *others._products),
             (*self._sums, *self._products),
@@ -157,7 +157,7 @@ class Moments:
             total += more
         for total, more in zip(self._products, (x.T @ x, x.T @ y), strict=True):
             total += more
-        self.rows += len(x)
+        self.row_count += len(x)
 
     def _shifted(self, x: Floats, y: Floats) -> tuple[Doubles, Doubles]:
         assert self._origin is not None
@@ -184,7 +184,7 @@ class Moments:
         """
         assert self._origin is not None
         (x, y), (sum_x, sum_y) = self._origin, self._sums
-        return x + sum_x / self.rows, y + sum_y / self.rows
+        return x + sum_x / self.row_count, y + sum_y / self.row_count
 
     @property
     def gram(self) -> Doubles:
@@ -193,7 +193,7 @@ class Moments:
         Raises:
             AttributeError: No rows were added.
         """
-        return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
+        return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.row_count
 
     @property
     def cross(self) -> Doubles:
@@ -202,16 +202,16 @@ class Moments:
         Raises:
             AttributeError: No rows were added.
         """
-        return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
+        return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.row_count
 
 
-def split_into_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
+def split_into_blocks(x: Floats, y: Floats, rows_per_block: int = _BLOCK_ROWS) -> Blocks:
     """Split pairs that are in memory into blocks.
 
     Args:
         x: [n, a].
         y: [n, b].
-        rows: Largest number of rows of a block, at least 1.
+        rows_per_block: Largest number of rows of a block, at least 1.
 
     Returns:
         A function that iterates over the blocks from the start at each call; without rows there is
@@ -220,8 +220,8 @@ def split_into_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     """
 
     def blocks() -> Iterator[Pairs]:
-        for first in range(0, len(x), rows):
-            yield x[first : first + rows], y[first : first + rows]
+        for first in range(0, len(x), rows_per_block):
+            yield x[first : first + rows_per_block], y[first : first + rows_per_block]
 
     return blocks
 
@@ -256,10 +256,10 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
 def fit_ridge(
     blocks: Blocks,
     *,
-    group: int = 1,
+    rows_per_group: int = 1,
     seed: int = 0,
     moments: Moments | None = None,
-    sample: int = MOST_HELD_OUT,
+    most_sampled_rows: int = MOST_HELD_OUT,
 ) -> Ridge:
     """Fit a ridge map with the penalty of least leave-one-out error.
 
@@ -269,13 +269,13 @@ def fit_ridge(
 
     Args:
         blocks: Iterates over the pairs; called twice, or once where `moments` is given.
-        group: Number of consecutive rows that are left out as one, such as views of one image; at
-            least 1.
+        rows_per_group: Number of consecutive rows that are left out as one, such as views of one
+            image; at least 1.
         seed: Chooses the sampled groups, at least 0; the same seed and pairs give the same map.
         moments: Moments of all blocks, if they are known; they are not compared with `blocks`. None
             computes them.
-        sample: Above this number of rows, the error is computed on a sample of this size, in whole
-            groups and at least one.
+        most_sampled_rows: Above this number of rows, the error is computed on a sample of this
+            size, in whole groups and at least one.
 
     Returns:
         The map, with `loo_error` and `output_variance` of the sample. `loo_error` is infinite
@@ -283,17 +283,17 @@ def fit_ridge(
 
     Raises:
         ValueError: Rows that are no pairs, NaN or infinity, fewer than 2 groups, a number of rows
-            that is no multiple of `group`, or another number of rows at the second call.
+            that is no multiple of `rows_per_group`, or another number of rows at the second call.
         numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
     """
     moments = Moments.from_blocks(blocks()) if moments is None else moments
-    if moments.rows % group or moments.rows < 2 * group:
+    if moments.row_count % rows_per_group or moments.row_count < 2 * rows_per_group:
         raise ValueError(
-            f"cross-validation: expected at least 2 whole groups of {group} pairs, got "
-            f"{moments.rows} pairs; pass more pairs"
+            f"cross-validation: expected at least 2 whole groups of {rows_per_group} pairs, got "
+            f"{moments.row_count} pairs; pass more pairs"
         )
     spectrum = _Spectrum(moments)
-    held_out = spectrum.hold_out(blocks(), group, seed, sample)
+    held_out = spectrum.hold_out(blocks(), rows_per_group, seed, most_sampled_rows)
     errors = {penalty: held_out.error(penalty) for penalty in PENALTIES}
     best = min(errors, key=errors.__getitem__)
     finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
@@ -309,7 +309,7 @@ class _Spectrum:
         values, self._vectors = np.linalg.eigh(moments.gram)
         self._values = values.clip(min=0)
         self._cross = self._vectors.T @ moments.cross
-        self._means, self._rows = moments.mean, moments.rows
+        self._means, self._rows = moments.mean, moments.row_count
 
     def _scale(self, penalty: float) -> Doubles:
         """Return 1 / (eigenvalue + lambda), 0 where both are 0: constant inputs get no weight."""

@@ -263,7 +263,11 @@ class TextLine:
 
 
 def read_text_lines(
-    path: Path, refusals: dict[str, str] | None = None, *, key: str = "id", column: str = "text"
+    path: Path,
+    refusals: dict[str, str] | None = None,
+    *,
+    id_key: str = "id",
+    text_key: str = "text",
 ) -> Iterator[TextLine]:
     """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
@@ -276,8 +280,8 @@ def read_text_lines(
             nothing.
         refusals: Receives the reason of each invalid line under the key FILE:LINE, and reading goes
             on. None: the first invalid line raises its error.
-        key: The key of the id in each object.
-        column: The key of the text in each object.
+        id_key: The key of the id in each object.
+        text_key: The key of the text in each object.
 
     Yields:
         One object for each valid line.
@@ -302,7 +306,7 @@ def read_text_lines(
                     continue
                 where = f"{path}:{number}"
                 try:
-                    one = parse_text_line(line, where, key, column)
+                    one = parse_text_line(line, where, id_key, text_key)
                 except InvalidInputError as error:
                     if refusals is None:
                         raise
@@ -323,7 +327,9 @@ def _is_text(part: object) -> bool:
     return isinstance(part, str | int | float)
 
 
-def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
+def parse_text_line(
+    line: bytes, where: str, id_key: str = "id", text_key: str = "text"
+) -> TextLine:
     """Parse one line of a JSONL file.
 
     A number becomes its text: 1 gives "1", and 1.0 gives "1.0". If a key is repeated,
@@ -332,8 +338,8 @@ def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "tex
     Args:
         line: The line in UTF-8, with or without a byte order mark.
         where: FILE:LINE, for the message.
-        key: The key of the id.
-        column: The key of the text.
+        id_key: The key of the id.
+        text_key: The key of the text.
 
     Returns:
         The id, the text and all other keys of the object. Id and text may be empty.
@@ -344,13 +350,13 @@ def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "tex
     """
     try:
         one = json.loads(line.decode("utf-8-sig"))
-        name, text = one[key], one[column]
-        notes = {note: value for note, value in one.items() if note not in (key, column)}
+        name, text = one[id_key], one[text_key]
+        notes = {note: value for note, value in one.items() if note not in (id_key, text_key)}
         if not all(map(_is_text, (name, text))):
             raise ValueError("no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
-            f"{where}: expected a JSON object with {key!r} and {column!r}, both texts or numbers; "
-            "correct the line"
+            f"{where}: expected a JSON object with {id_key!r} and {text_key!r}, both texts or "
+            "numbers; correct the line"
         ) from error
     return TextLine(str(name), str(text), notes)

@@ -21,18 +21,20 @@ _FLOAT32 = np.dtype(np.float32)
 _FLOATS = (_FLOAT32, np.dtype(np.float64))
 
 
-def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool = False) -> Vectors:
+def check_vectors(
+    vectors: ArrayLike, dim: int, *, error_name: str, unit_norm: bool = False
+) -> Vectors:
     """Return vectors as a C-contiguous float32 array of shape [n, dim], or refuse them all.
 
-    Nothing is scaled: with `unit`, a vector of another norm is refused. A zero vector passes
-    without `unit`.
+    Nothing is scaled: with `unit_norm`, a vector of another norm is refused. A zero vector passes
+    without `unit_norm`.
 
     Args:
         vectors: float32 or float64 [n, dim], or nested lists of floats; n may be 0. A single vector
             of shape [dim] is refused. An empty list is refused, because it has no dimension.
         dim: The expected dimension, at least 1.
         error_name: The name of the data in error messages.
-        unit: Whether each norm must be 1 within 1e-3.
+        unit_norm: Whether each norm must be 1 within 1e-3.
 
     Returns:
         float32 [n, dim]; the same array where it is that already.
@@ -40,8 +42,8 @@ def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool =
     Raises:
         InvalidInputError: Wrong shape, or a dtype other than float32 and float64, such as float16
             or integers.
-        UnusableRowsError: Rows with NaN or infinity, a norm above 1e15, or with `unit` a norm that
-            is not 1. The error lists all their indices.
+        UnusableRowsError: Rows with NaN or infinity, a norm above 1e15, or with `unit_norm` a norm
+            that is not 1. The error lists all their indices.
         ValueError: Nested lists of unequal lengths.
     """
     array = np.asarray(vectors)
@@ -55,19 +57,21 @@ def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool =
             f"{error_name}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
             "use vectors that the same release's model computed"
         )
-    if array.dtype == _FLOAT32 and _surely_valid(array, unit):
+    if array.dtype == _FLOAT32 and _surely_valid(array, unit_norm):
         return np.ascontiguousarray(array)
     with np.errstate(over="ignore"):
         checked = np.ascontiguousarray(array, dtype=np.float32)
         squared_norms = np.einsum("nd,nd->n", checked, checked, dtype=np.float64)
     # NaN fails every comparison, infinity this one.
     valid = squared_norms <= LARGEST_NORM**2
-    if unit:
+    if unit_norm:
         valid &= np.abs(np.sqrt(squared_norms) - 1) <= 1e-3
     if not valid.all():
         invalid = np.flatnonzero(~valid).tolist()
         expected = (
-            "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
+            "finite values and norm 1"
+            if unit_norm
+            else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
         raise UnusableRowsError(
             f"{error_name}: expected {expected} in every row; {len(invalid)} "
@@ -105,21 +109,24 @@ def normalise(vectors: Vectors) -> Vectors:
     return scaled
 
 
-def vector_from_bytes(values: bytes, dim: int, *, error_name: str, unit: bool = False) -> Vectors:
+def vector_from_bytes(
+    values: bytes, dim: int, *, error_name: str, unit_norm: bool = False
+) -> Vectors:
     """Read one vector from little-endian float32 bytes.
 
     Args:
         values: 4 * dim bytes.
         dim: The expected dimension.
         error_name: The name of the data in error messages.
-        unit: Whether its norm must be 1 within 1e-3.
+        unit_norm: Whether its norm must be 1 within 1e-3.
 
     Returns:
         float32 [1, dim]; it may be a read-only view of `values`.
 
     Raises:
         InvalidInputError: Another number of bytes.
-        UnusableRowsError: NaN or infinity, a norm above 1e15, or with `unit` a norm that is not 1.
+        UnusableRowsError: NaN or infinity, a norm above 1e15, or with `unit_norm` a norm that is
+            not 1.
     """
     if len(values) != 4 * dim:
         raise InvalidInputError(
@@ -127,5 +134,8 @@ def vector_from_bytes(values: bytes, dim: int, *, error_name: str, unit: bool = 
             f"{len(values)}; send a vector of this dimension"
         )
     return check_vectors(
-        np.frombuffer(values, "<f4").reshape(1, dim), dim, error_name=error_name, unit=unit
+        np.frombuffer(values, "<f4").reshape(1, dim),
+        dim,
+        error_name=error_name,
+        unit_norm=unit_norm,
     )

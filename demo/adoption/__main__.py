@@ -86,12 +86,12 @@ class Adoption:
                 while dual.heal(500):
                     pass
                 self._say(
-                    f"{dual.progress().native_items} of {len(self._wares.rows)} embedded again"
+                    f"{dual.progress().native_item_count} of {len(self._wares.rows)} embedded again"
                 )
                 # As a search by the new model alone finds them, once the old one has gone.
                 alone = NativeVectorFile(natives, embedder.fingerprint, len(by_new[0]))
                 asked = (np.array([one], np.float32) for one in by_new)
-                lists["re-embedded"] = [alone.nearest(one, HITS) for one in asked]
+                lists["re-embedded"] = [alone.nearest_ids(one, HITS) for one in asked]
                 alone.close()
             dual.close()
             source.close()

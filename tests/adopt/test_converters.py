@@ -233,7 +233,8 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
     again()
     assert seen() == [*before, len(before) + 1]
     assert (
-        not list(tmp_path.rglob(".tmp-*")) and verify_publication(tmp_path / "maps").leftovers == ()
+        not list(tmp_path.rglob(".tmp-*"))
+        and verify_publication(tmp_path / "maps").leftover_files == ()
     )
 
 

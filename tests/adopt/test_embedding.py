@@ -14,7 +14,7 @@ from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
-from nobackfill.release.publishing.sentence_head import Layer, PoolingMode, pool
+from nobackfill.release.publishing.sentence_head import Layer, PoolingMode, pool_tokens
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import expected, fix_inputs, image_model, text_model, texts
 
@@ -65,7 +65,7 @@ def test_pooling_is_what_a_loop_over_the_tokens_gives(mode: PoolingMode) -> None
     tokens = rng.normal(size=(5, 6, 3)).astype(np.float32)
     lengths = [1, 2, 6, 4, 5]
     mask = np.array([[1] * length + [0] * (6 - length) for length in lengths])
-    joined = pool(tokens, mask, [mode, "cls"])
+    joined = pool_tokens(tokens, mask, [mode, "cls"])
     for row, length in enumerate(lengths):
         known = tokens[row, :length].astype(np.float64)
         numbers = np.arange(1, length + 1)

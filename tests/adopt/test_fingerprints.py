@@ -294,7 +294,7 @@ def test_sides_that_name_no_model_are_told_apart_by_what_they_are(
 
 def spaces(dim: int, weights: str) -> SpaceSpec:
     """That of a release whose model has these weights."""
-    named = space_id(weights * 64, height=8, width=8, dim=dim, metric="cosine", unit=True)
+    named = space_id(weights * 64, height=8, width=8, dim=dim, metric="cosine", unit_norm=True)
     spec = making.spec(1, dim=dim, metric="cosine", unit=True)
     return replace(spec, space=named, side_space=None, side_dim=0)
 

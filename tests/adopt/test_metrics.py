@@ -317,12 +317,14 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     natives = NativeVectorFile(tmp_path / "natives.db", "new", 32)
     natives.store_vectors(ids, [digest_old_vector(vector) for vector in pairs.old], NEW)
     dual = Dual(source, verdict.map, joining, natives)
-    best = natives.nearest(MADE.queries_new[:1], 5, "inner_product")
+    best = natives.nearest_ids(MADE.queries_new[:1], 5, "inner_product")
     assert best == nearest("inner_product", MADE.queries_new[0], NEW)
-    assert natives.nearest(MADE.queries_new[:1], 5, "l2") == nearest(
+    assert natives.nearest_ids(MADE.queries_new[:1], 5, "l2") == nearest(
         "squared_l2", MADE.queries_new[0], NEW
     )
-    assert natives.nearest(MADE.queries_new[:1], 5) == nearest("cosine", MADE.queries_new[0], NEW)
+    assert natives.nearest_ids(MADE.queries_new[:1], 5) == nearest(
+        "cosine", MADE.queries_new[0], NEW
+    )
     hits = dual.search(MADE.queries_old[0], MADE.queries_new[0], k=10).hits
     assert best[0] in {hit.id for hit in hits}
     dual.close()

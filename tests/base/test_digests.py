@@ -17,7 +17,7 @@ def make(
     embedder: str = EMBEDDER, height: int = 8, width: int = 16, dim: int = 4,
     metric: Metric = "cosine", unit: bool = True,
 ) -> str:  # fmt: skip
-    return space_id(embedder, height=height, width=width, dim=dim, metric=metric, unit=unit)
+    return space_id(embedder, height=height, width=width, dim=dim, metric=metric, unit_norm=unit)
 
 
 def test_a_file_has_the_digest_of_its_bytes(tmp_path: Path) -> None:

@@ -26,14 +26,14 @@ def passes(count: int) -> bytes:
     """A progressive JPEG of 3000 x 3000 that goes over its picture `count` times."""
     data = encoded(Image.new("RGB", (3000, 3000), "gray"), "JPEG", progressive=True)
     last = data.rfind(b"\xff\xda")
-    scans = read_header(data).scans
+    scans = read_header(data).scan_count
     return data[:last] + (data[last:-2]) * (count - scans + 1) + data[-2:]
 
 
 @pytest.mark.slow
 def test_a_jpeg_of_a_thousand_scans_is_refused_before_it_is_decoded() -> None:
     assert decode_image(passes(MOST_JPEG_SCANS), 8, 8).shape == (8, 8, 3)
-    assert read_header(passes(MOST_JPEG_SCANS)).scans == MOST_JPEG_SCANS
+    assert read_header(passes(MOST_JPEG_SCANS)).scan_count == MOST_JPEG_SCANS
     for count in (MOST_JPEG_SCANS + 1, 1000):
         data = passes(count)
         assert len(data) < 100_000
@@ -60,7 +60,7 @@ def test_a_jpegs_metadata_and_what_follows_it_cost_no_decoding() -> None:
     noted = encoded(Image.open(io.BytesIO(JPEG)), "JPEG", comment=b"x" * 60_000)
     assert len(read_header(noted).picture_bytes) < 2000
     followed = JPEG + b"\xff\xda\0\2" * 1000
-    assert read_header(followed).scans == 1
+    assert read_header(followed).scan_count == 1
     np.testing.assert_array_equal(decode_image(followed, 8, 8), expected)
     padded = JPEG[:2] + b"\xff" * 2**22 + JPEG[2:]
     assert len(read_header(padded).picture_bytes) < 2000

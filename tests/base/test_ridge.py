@@ -46,7 +46,7 @@ def test_the_chosen_error_is_that_of_really_leaving_out(
     n: int, a: int, b: int, together: int, seed: int
 ) -> None:
     x, y = paired(n * together, a, b, seed)
-    found = fit_ridge(split_into_blocks(x, y, rows=4 * together), group=together)
+    found = fit_ridge(split_into_blocks(x, y, rows_per_block=4 * together), rows_per_group=together)
     assert found.loo_error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
     assert found.output_variance == pytest.approx(y.var(0).sum(), rel=1e-9)
     # No penalty of the coarse grid is better by really leaving out.
@@ -89,7 +89,7 @@ def test_blocks_and_a_far_origin_change_nothing() -> None:
     """Raw sums of products of float32 far from 0 would leave no digit of the variance."""
     x, y = paired(600, 8, 4, 4)
     whole = fit_ridge(split_into_blocks(x, y))
-    far = fit_ridge(split_into_blocks(x + 1e6, y - 1e6, rows=37))
+    far = fit_ridge(split_into_blocks(x + 1e6, y - 1e6, rows_per_block=37))
     np.testing.assert_allclose(far.weight, whole.weight, rtol=1e-5)
     assert far.loo_error == pytest.approx(whole.loo_error, rel=1e-5)
 
@@ -104,7 +104,7 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
         whole.subtract(part),
         Moments.from_blocks(split_into_blocks(x[left], y[left])()),
     )
-    assert rest.rows == 60
+    assert rest.row_count == 60
     np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
     np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
     for found, mean in zip(rest.mean, expected.mean, strict=True):
@@ -114,7 +114,7 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
 def test_of_many_rows_some_are_left_out() -> None:
     x, y = paired(4000, 10, 3, 5)
     all_rows = fit_ridge(split_into_blocks(x, y))
-    some = fit_ridge(split_into_blocks(x, y, rows=300), sample=1000)
+    some = fit_ridge(split_into_blocks(x, y, rows_per_block=300), most_sampled_rows=1000)
     assert some.loo_error == pytest.approx(all_rows.loo_error, rel=0.1)
     assert some.loo_error != all_rows.loo_error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
@@ -164,4 +164,4 @@ def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="expected the dimensions"):
         Moments.from_blocks([(good, good), (np.ones((4, 3)), good)])
     with pytest.raises(ValueError, match="2 whole groups of 4 pairs"):
-        fit_ridge(split_into_blocks(good, good), group=4)
+        fit_ridge(split_into_blocks(good, good), rows_per_group=4)

@@ -51,10 +51,10 @@ def test_other_shapes_and_types_are_refused(values: object) -> None:
 
 def test_unit_vectors_have_norm_one() -> None:
     good = np.array([[1, 0, 0], [0.6, 0.8, 0]], np.float32)
-    check_vectors(good, DIM, error_name="test", unit=True)
+    check_vectors(good, DIM, error_name="test", unit_norm=True)
     for bad in (good * 1.01, good * 0.99, good * 0):
         with pytest.raises(InvalidInputError, match="norm 1"):
-            check_vectors(bad, DIM, error_name="test", unit=True)
+            check_vectors(bad, DIM, error_name="test", unit_norm=True)
 
 
 def test_views_become_contiguous() -> None:

@@ -14,8 +14,8 @@ from PIL import Image
 from nobackfill import images
 from nobackfill.client import photos
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import sidecar
-from nobackfill.client.maintenance import describe
+from nobackfill.client.gallery_file import sidecar_path
+from nobackfill.client.maintenance import change_metadata
 from nobackfill.client.photos import AddReport, add, find_images
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import Search
@@ -34,11 +34,11 @@ def test_the_same_picture_is_one_item(setting: Setting, tmp_path: Path) -> None:
     twin = tmp_path / "twin.png"
     shutil.copy(setting.images[0], twin)
     done = put(setting.gallery, twin, setting.images[1])
-    assert (done.added_names, done.duplicates, done.refusals) == ([], 2, {})
+    assert (done.added_names, done.duplicate_count, done.refusals) == ([], 2, {})
     two = blocks.write_pngs(tmp_path / "two", 1, seed=5)[0]
     shutil.copy(two, tmp_path / "two" / "again.png")
     done = put(setting.gallery, tmp_path / "two")
-    assert (len(done.added_names), done.duplicates) == (1, 1)
+    assert (len(done.added_names), done.duplicate_count) == (1, 1)
     assert len(edge.contents(setting.gallery)) == 13
 
 
@@ -47,7 +47,7 @@ def test_a_file_that_moved_is_followed(setting: Setting, tmp_path: Path) -> None
     put(setting.gallery, image)
     before = edge.contents(setting.gallery)[str(image)]
     with Device(setting.gallery) as device:
-        describe(device, [str(image)], {"stars": 5})
+        change_metadata(device, [str(image)], {"stars": 5})
     moved = image.rename(tmp_path / "moved.png")
     assert put(setting.gallery, moved).added_names == [str(moved)]
     after = edge.contents(setting.gallery)
@@ -267,7 +267,7 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
 def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: Path) -> None:
     with Device(setting.gallery) as device:
         assert Thumbnails(setting.gallery).thumbnail(device.store.list_items(0, 1)[0])
-    copies = sidecar(setting.gallery, "thumbs")
+    copies = sidecar_path(setting.gallery, "thumbs")
     assert any(copies.iterdir())
     found = find_images([setting.gallery.parent])
     assert not [path for path in found.files if copies in path.parents]

@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import sidecar
-from nobackfill.client.maintenance import collect, delete
+from nobackfill.client.gallery_file import sidecar_path
+from nobackfill.client.maintenance import collect_garbage, delete
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import LARGEST_IMAGE_BYTES
 from nobackfill.plugins.web.browse.app import make_site
@@ -135,7 +135,7 @@ def test_no_file_is_served_that_no_item_was_made_of(
             assert answer.headers["content-type"] == "image/svg+xml"
             assert "missing" in answer.text and PASSWORDS not in answer.text
         assert "The original is missing" in client.get(f"{AT}/item/{item.label}").text
-    assert not list(sidecar(device.path, "thumbs").glob("*"))
+    assert not list(sidecar_path(device.path, "thumbs").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_small_copies_are_private_and_go_with_their_item(
     client: TestClient, device: Device
 ) -> None:
     label = first_label(device)
-    folder = sidecar(device.path, "thumbs")
+    folder = sidecar_path(device.path, "thumbs")
     assert client.get(f"{AT}/thumb/{label}").content[:2] == b"\xff\xd8"
     (copy,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, copy.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -213,7 +213,7 @@ def test_small_copies_are_private_and_go_with_their_item(
     assert not list(folder.iterdir())
     assert client.get(f"{AT}/item/{label}").status_code == 404
     (folder / f"{label}.jpg").write_bytes(b"left over")
-    collect(device)
+    collect_garbage(device)
     assert not list(folder.iterdir())
 
 

@@ -190,13 +190,15 @@ def test_rescue_saves_all_but_the_damaged_rows(large: Setting, tmp_path: Path, h
         queue = VaultQueue(device.store)
         for number, item in enumerate(("made-1", "made-600")):
             name = f"{number:064x}"
-            queue.seal(VaultEntry(name, item, "0" * 64, "0" * 64, 9, ".png", "stored", None))
+            queue.insert_sealed(
+                VaultEntry(name, item, "0" * 64, "0" * 64, 9, ".png", "stored", None)
+            )
         space = device.store.active()
         with device.store.read_snapshot() as connection:
             query = "SELECT label FROM items WHERE id = 'made-600'"
             label = connection.execute(query).fetchone()[0]
             blob = connection.execute(
-                f"SELECT embedding FROM vectors_{space.number} WHERE label = ?", (label,)
+                f"SELECT embedding FROM vectors_{space.table_number} WHERE label = ?", (label,)
             ).fetchone()[0]
     content = bytearray(gallery.read_bytes())
     place = content.index(blob)
@@ -212,10 +214,10 @@ def test_rescue_saves_all_but_the_damaged_rows(large: Setting, tmp_path: Path, h
     assert code == 65 and report["items"] == ITEMS + 12
     lost = report["lost"]
     assert 0 < lost < ITEMS // 4 and report["vectors"] == {"1": ITEMS + 12 - lost}
-    assert report["unreadable"] == {f"vectors_{space.number}": lost}
+    assert report["unreadable"] == {f"vectors_{space.table_number}": lost}
     check_rescued(large, saved)
     with Device(saved) as device:
-        assert [entry.item for entry in VaultQueue(device.store).entries()] == [
+        assert [entry.item_id for entry in VaultQueue(device.store).entries()] == [
             "made-1", "made-600",
         ]  # fmt: skip
     assert here(saved, "search", str(large.images[0]))[0] == 0

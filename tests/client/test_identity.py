@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import sidecar
+from nobackfill.client.gallery_file import sidecar_path
 from nobackfill.client.maintenance import verify
 from nobackfill.client.status import status
 from nobackfill.client.sync import SyncOptions
@@ -39,7 +39,7 @@ def pushed(setting: Setting, address: str) -> Iterator[Setting]:
         device.store.delete([item.id for item in device.store.list_items()])
     edge.fill(setting.gallery, folder)
     setting = dataclasses.replace(setting, images=[Path(image) for image in own])
-    assert pushes(setting, address).pushed == 12
+    assert pushes(setting, address).pushed_count == 12
     yield setting
     with Device(setting.gallery) as device:
         device.store.delete([item.id for item in device.store.list_items()])
@@ -52,7 +52,7 @@ def pushes(setting: Setting, address: str, *, new_key: bool = False) -> PushRepo
 
 
 def lose(setting: Setting) -> Path:
-    path = sidecar(setting.gallery, "identity")
+    path = sidecar_path(setting.gallery, "identity")
     return path.rename(path.with_name("copy-elsewhere"))
 
 
@@ -74,20 +74,20 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
     assert "--new-key" in problem
     with pytest.raises(ConfigurationError, match="is missing"):
         pushes(pushed, address)
-    assert not sidecar(pushed.gallery, "identity").exists()
+    assert not sidecar_path(pushed.gallery, "identity").exists()
     with Device(pushed.gallery) as device:
         with pytest.raises(ConfigurationError, match="is missing"):
             pull(device, [], tmp_path / "no", None, False, edge.QUIET)
         done = pull(device, [], tmp_path / "yes", copy, False, edge.QUIET)
     assert len(done.restored) == 12
-    copy.rename(sidecar(pushed.gallery, "identity"))
+    copy.rename(sidecar_path(pushed.gallery, "identity"))
     assert problems(pushed) == []
-    assert pushes(pushed, address).duplicates == 12
+    assert pushes(pushed, address).duplicate_count == 12
 
 
 def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> None:
     lose(pushed)
-    new_identity(sidecar(pushed.gallery, "identity"))
+    new_identity(sidecar_path(pushed.gallery, "identity"))
     (problem,) = problems(pushed)
     assert "expected" in problem
     with pytest.raises(ConfigurationError, match="expected the gallery's secret key"):
@@ -100,7 +100,12 @@ def test_a_new_key_pushes_again_what_the_lost_one_sealed(
     copy = lose(pushed)
     gone = pushed.images[0].rename(tmp_path / "moved.png")
     done = pushes(pushed, address, new_key=True)
-    assert (done.pushed, done.duplicates, done.removed, len(done.unreadable)) == (11, 0, 11, 1)
+    assert (done.pushed_count, done.duplicate_count, done.removed_count, len(done.unreadable)) == (
+        11,
+        0,
+        11,
+        1,
+    )
     assert problems(pushed) == []
     with Device(pushed.gallery) as device:
         restored = pull(device, [], tmp_path / "restored", None, False, edge.QUIET)
@@ -110,7 +115,7 @@ def test_a_new_key_pushes_again_what_the_lost_one_sealed(
     assert Path(found.restored[0]).read_bytes() == gone.read_bytes()
     assert pushes(pushed, address).unreadable == done.unreadable
     gone.rename(pushed.images[0])
-    assert pushes(pushed, address).pushed == 1
+    assert pushes(pushed, address).pushed_count == 1
 
 
 def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: str) -> None:
@@ -120,8 +125,8 @@ def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: 
     assert problems(pushed) == []
     copy = lose(pushed)
     assert "is missing" in problems(pushed)[0]
-    copy.rename(sidecar(pushed.gallery, "identity"))
-    assert pushes(pushed, address).duplicates == 12
+    copy.rename(sidecar_path(pushed.gallery, "identity"))
+    assert pushes(pushed, address).duplicate_count == 12
     with Device(pushed.gallery) as device, device.store.read_snapshot() as connection:
         keys = {key for (key,) in connection.execute("SELECT key FROM vault")}
         (state,) = connection.execute("SELECT value FROM state WHERE key = 'identity'").fetchone()

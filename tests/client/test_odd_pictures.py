@@ -17,6 +17,6 @@ def test_each_is_taken_or_refused_by_name(setting: Setting, tmp_path: Path) -> N
     with Device(setting.gallery) as device:
         done = add(device, [folder], {}, lambda done, total: None)
         assert verify(device)["problems"] == []
-    assert len(done.added_names) + len(done.refusals) + done.duplicates == len(ODD)
+    assert len(done.added_names) + len(done.refusals) + done.duplicate_count == len(ODD)
     assert 8 < len(done.added_names) < len(ODD) - 8
     assert all(reason for reason in done.refusals.values())

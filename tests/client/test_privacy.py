@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.client.device import Device
-from nobackfill.gallery.sqlite_file import vector_table
+from nobackfill.gallery.sqlite_file import vector_table_name
 from tests.support import edge, graphs
 from tests.support.edge import Setting
 
@@ -60,7 +60,8 @@ class Scene:
             found = {}
             for space in device.store.spaces():
                 embedding, side = connection.execute(
-                    f"SELECT embedding, side FROM {vector_table(space.number)} WHERE label = ?",
+                    f"SELECT embedding, side FROM {vector_table_name(space.table_number)} "
+                    "WHERE label = ?",
                     (label,),
                 ).fetchone()
                 found[f"embedding {space.spec.release}"] = _telling(embedding)
@@ -120,7 +121,7 @@ def test_files_are_private(setting: Setting) -> None:
 
 def test_errors_carry_no_vectors(setting: Setting) -> None:
     with Device(setting.gallery) as device:
-        table = vector_table(device.store.active().number)
+        table = vector_table_name(device.store.active().table_number)
         with device.store.transaction() as connection:
             damage = f"UPDATE {table} SET embedding = ? WHERE label = 1"
             connection.execute(damage, (b"\x7f" * 4 * graphs.DIM,))

@@ -11,7 +11,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.client.status import status
 from nobackfill.client.sync import SyncOptions
-from nobackfill.gallery.sqlite_file import vector_table
+from nobackfill.gallery.sqlite_file import vector_table_name
 from nobackfill.release.manifest import GateVerdict
 from tests.server.support import running
 from tests.support import blocks, edge, graphs
@@ -147,6 +147,6 @@ def test_side_information_that_is_carried_stays(setting: Setting, tmp_path: Path
     blocks.publish_block_release(repo, 3, (2,), side="carries")
     assert edge.follow(gallery).routes == [[1, 2, 3]]
     with Device(gallery) as device, device.store.read_snapshot() as connection:
-        table = vector_table(device.store.active().number)
+        table = vector_table_name(device.store.active().table_number)
         lacking = f"SELECT count(*) FROM {table} WHERE side IS NULL"
         assert connection.execute(lacking).fetchone() == (0,)

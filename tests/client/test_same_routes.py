@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.sync import download_files, make_plan, migrate, open_source, try_plan
+from nobackfill.client.sync import download_files, migrate, open_source, plan_sync, try_plan
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -114,7 +114,7 @@ def on_device(
         fill(device.store, made[1].space)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
-        plan = make_plan(device, trust, target.release, int8=True)
+        plan = plan_sync(device, trust, target.release, int8=True)
         if plan is None:
             return None, set(), {}
         download_files(device.models, trust, plan.files(), edge.QUIET)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import collect, verify
+from nobackfill.client.maintenance import collect_garbage, verify
 from nobackfill.client.photos import ReleaseEncoder, add
 from nobackfill.client.status import status
 from nobackfill.client.sync import SyncOptions, describe_report, roll_back, sync
@@ -149,7 +149,7 @@ def _with_other_probes(setting: Setting, folder: Path) -> Draft:
         np.savez(file, **arrays)
     probes_file = releases.published(folder / "3", path.name)
     probes = draft.manifest.probes.model_copy(update={"file": probes_file})
-    return Draft(draft.manifest.model_copy(update={"probes": probes}), draft.files)
+    return Draft(draft.manifest.model_copy(update={"probes": probes}), draft.local_files)
 
 
 def test_images_added_while_a_sync_runs_are_carried_along(
@@ -259,7 +259,7 @@ def test_gc_confirms_and_frees(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
     edge.follow(setting.gallery)
     with Device(setting.gallery) as device:
-        done = collect(device)
+        done = collect_garbage(device)
     assert done["dropped"] == [1]
     assert done["freed_bytes"] > 0
     assert edge.spaces(setting.gallery) == {2: "active"}

@@ -66,7 +66,7 @@ def test_devices_follow_and_keep_their_images_apart(
     creation.init(gallery, source, root, lambda _: None, edge.QUIET)
     edge.fill(gallery, setting.images[0].parent)
     with Device(gallery) as device:
-        assert push(device, [], None, edge.QUIET).pushed == 12
+        assert push(device, [], None, edge.QUIET).pushed_count == 12
         become("bob")
         assert pull(device, [], tmp_path / "stolen", None, True, edge.QUIET).restored == []
         become("rita")

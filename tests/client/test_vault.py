@@ -38,7 +38,7 @@ class VaultReader:
             return push(device, recipients, f"grpc://{self.gateway}", edge.QUIET)
 
     def pull(self, folder: Path, *items: str, **options: object) -> PullReport:
-        chosen = {"identity": None, "unknown": False, **options}
+        chosen = {"identity": None, "include_unknown": False, **options}
         with Device(self.gallery) as device:
             return pull(device, items, folder, **chosen, output=edge.QUIET)  # type: ignore[arg-type]
 
@@ -83,13 +83,13 @@ def vaulted(setting: Setting, gateway: str) -> Iterator[VaultReader]:
 
 def test_what_is_pulled_is_what_was_added(vaulted: VaultReader, tmp_path: Path) -> None:
     pushed = vaulted.push()
-    assert (pushed.pushed, pushed.duplicates, pushed.missing_files) == (12, 0, [])
-    assert vaulted.push().duplicates == 12
+    assert (pushed.pushed_count, pushed.duplicate_count, pushed.missing_files) == (12, 0, [])
+    assert vaulted.push().duplicate_count == 12
     pulled = vaulted.pull(tmp_path / "restored")
     assert len(pulled.restored) == 12
     for image in vaulted.images:
         assert (tmp_path / "restored" / image.name).read_bytes() == image.read_bytes()
-    assert vaulted.pull(tmp_path / "restored").duplicates == 12
+    assert vaulted.pull(tmp_path / "restored").duplicate_count == 12
     stale = [p for p in vaulted.gallery.parent.rglob("*") if p.parent.name.endswith("box")]
     assert stale == []
 
@@ -131,7 +131,7 @@ def test_what_is_removed_leaves_the_vault_too(vaulted: VaultReader, tmp_path: Pa
         done = remove(device, [str(vaulted.images[0])])
     assert done == {"removed": 1, "left_in_vault": 1}
     assert len(vaulted.blobs()) == 12
-    assert vaulted.push().removed == 1
+    assert vaulted.push().removed_count == 1
     assert len(vaulted.blobs()) == 11
     assert vaulted.vault() == {"sealed": 0, "stored": 11, "removing": 0}
     with pytest.raises(NotFoundError):
@@ -201,7 +201,7 @@ def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
     own = vaulted.hold_copies(tmp_path / "own", 2)
     (own / vaulted.images[0].name).write_bytes(vaulted.images[5].read_bytes())
     pushed = vaulted.push()
-    assert (pushed.pushed, len(pushed.missing_files)) == (1, 1)
+    assert (pushed.pushed_count, len(pushed.missing_files)) == (1, 1)
 
 
 def test_backfill_takes_images_from_the_vault(
@@ -237,7 +237,7 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: VaultRea
     with Device(vaulted.gallery) as device:
         # What a push leaves that had listed the item before it was removed.
         device.store.delete([device.store.list_items()[0].id])
-    assert vaulted.push().removed == 1
+    assert vaulted.push().removed_count == 1
     assert len(vaulted.blobs()) == 11
 
 

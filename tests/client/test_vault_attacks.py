@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import sidecar
+from nobackfill.client.gallery_file import sidecar_path
 from nobackfill.client.vault import transport
 from nobackfill.client.vault.keys import encrypt, new_identity
 from nobackfill.client.vault.transfer import PullReport, pull
@@ -173,8 +173,8 @@ def test_more_less_other_and_broken_bytes_leave_nothing(setting: Setting, evil: 
         evil.chunks = chunks
         done = pulled(setting)
         assert list(done.failed) == ["2" * 64]
-        assert (done.restored, done.duplicates) == ([], 0)
-        left = sidecar(setting.gallery, "inbox")
+        assert (done.restored, done.duplicate_count) == ([], 0)
+        left = sidecar_path(setting.gallery, "inbox")
         assert [path.name for path in left.iterdir()] == []
 
 
@@ -245,7 +245,7 @@ def test_blobs_of_another_key_are_counted_and_the_others_restored(
     (reason,) = set(done.failed.values())
     assert "encrypted to another key" in reason
     again = pulled(setting)
-    assert (len(again.restored), again.duplicates) == (0, opened)
+    assert (len(again.restored), again.duplicate_count) == (0, opened)
 
 
 def test_what_is_pulled_replaces_no_file_and_follows_no_link(

@@ -51,11 +51,11 @@ def test_a_vault_stays_where_it_was_when_the_gallery_follows_elsewhere(
     first, second = gateways
     with Device(setting.gallery) as device:
         device.store.update_state({"source": first})
-    assert pushed(setting.gallery).pushed == 12
+    assert pushed(setting.gallery).pushed_count == 12
     with Device(setting.gallery) as device:
         device.store.update_state({"source": second})
         remove(device, [str(setting.images[0])])
-    assert (again := pushed(setting.gallery)).removed == 1 and again.duplicates == 11
+    assert (again := pushed(setting.gallery)).removed_count == 1 and again.duplicate_count == 11
     assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 11
     emptied(setting.gallery, first)
 
@@ -64,12 +64,12 @@ def test_a_vault_that_lacks_what_was_pushed_is_refused_and_not_remembered(
     setting: Setting, gateways: list[str]
 ) -> None:
     first, second = gateways
-    assert pushed(setting.gallery, first).pushed == 12
+    assert pushed(setting.gallery, first).pushed_count == 12
     with pytest.raises(ConfigurationError, match="lacks 12 of the 12 images.*" + first):
         pushed(setting.gallery, second)
     with pytest.raises(ConfigurationError, match="holds no vault"):
         pushed(setting.gallery, "grp://127.0.0.1:50051")
-    assert pushed(setting.gallery).duplicates == 12
+    assert pushed(setting.gallery).duplicate_count == 12
     emptied(setting.gallery, first)
 
 
@@ -80,7 +80,7 @@ def test_a_mistyped_vault_is_not_remembered(setting: Setting, gateways: list[str
     with Device(setting.gallery) as device:
         assert device.state("vault") is None
         device.store.update_state({"source": gateways[0]})
-    assert pushed(setting.gallery).pushed == 12
+    assert pushed(setting.gallery).pushed_count == 12
     emptied(setting.gallery, gateways[0])
 
 
@@ -89,10 +89,10 @@ def test_a_vault_whose_gateway_has_another_address_now_is_followed(
 ) -> None:
     repo = setting.gallery.parent / "pub" / "repo"
     with running(repo, tmp_path / "old") as before:
-        assert pushed(setting.gallery, f"grpc://{before.address}").pushed == 12
+        assert pushed(setting.gallery, f"grpc://{before.address}").pushed_count == 12
     shutil.copytree(tmp_path / "old" / "vault", tmp_path / "new" / "vault")
     with running(repo, tmp_path / "new") as after:
-        assert pushed(setting.gallery, f"grpc://{after.address}").duplicates == 12
+        assert pushed(setting.gallery, f"grpc://{after.address}").duplicate_count == 12
         assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 12
 
 
@@ -109,8 +109,8 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
         put(device, {path.name: path for path in paths})
     with running(repo, tmp_path / "data") as gateway:
         address = gateway.address
-        assert pushed(setting.gallery, f"grpc://{address}").pushed == 12
-        assert pushed(setting.gallery).duplicates == 12
+        assert pushed(setting.gallery, f"grpc://{address}").pushed_count == 12
+        assert pushed(setting.gallery).duplicate_count == 12
         with Device(setting.gallery) as device:
             assert verify(device)["problems"] == []
     with Device(setting.gallery) as device:
@@ -122,7 +122,7 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
         entries = [VaultQueue(device.store).latest_entry(path.name) for path in paths[:7]]
     for entry in entries:
         assert entry is not None
-        (blob,) = (tmp_path / "data" / "vault").glob(f"*/??/{entry.blob}.*")
+        (blob,) = (tmp_path / "data" / "vault").glob(f"*/??/{entry.blob_id}.*")
         blob.unlink()
     paths[0].unlink()
     with running(repo, tmp_path / "data", address=address):
@@ -130,8 +130,12 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
             (problem,) = verify(device)["problems"]
         assert f"grpc://{address} lacks 7 of the 12 images" in problem
         again = pushed(setting.gallery)
-        assert (again.pushed, again.duplicates, again.lost_copies) == (6, 5, [paths[0].name])
-        assert pushed(setting.gallery).duplicates == 11
+        assert (again.pushed_count, again.duplicate_count, again.lost_copies) == (
+            6,
+            5,
+            [paths[0].name],
+        )
+        assert pushed(setting.gallery).duplicate_count == 11
         done = pulled(setting.gallery, tmp_path / "restored")
         assert len(done.restored) == 11 and list(done.failed) == [paths[0].name]
 
@@ -146,7 +150,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
     with Device(setting.gallery) as device:
         device.store.delete([item.id for item in device.store.list_items()])
         put(device, {"cover": own / "cover.png"})
-    assert pushed(setting.gallery, gateways[0]).pushed == 1
+    assert pushed(setting.gallery, gateways[0]).pushed_count == 1
     (own / "cover.png").write_bytes(new)
     with Device(setting.gallery) as device:
         put(device, {"cover": own / "cover.png"})
@@ -163,7 +167,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
 
     (own / "cover.png").write_bytes(new)
     again = pushed(setting.gallery)
-    assert (again.pushed, again.removed) == (1, 1)
+    assert (again.pushed_count, again.removed_count) == (1, 1)
     (restored,) = pulled(setting.gallery, tmp_path / "after").restored
     assert Path(restored) == tmp_path / "after" / "cover.png"
     assert Path(restored).read_bytes() == new
@@ -184,7 +188,7 @@ def test_images_of_any_id_are_restored_inside_the_folder(
     with Device(setting.gallery) as device:
         device.store.delete([item.id for item in device.store.list_items()])
         assert put(device, dict(images)) == {}
-    assert pushed(setting.gallery, gateways[0]).pushed == len(ids)
+    assert pushed(setting.gallery, gateways[0]).pushed_count == len(ids)
     done = pulled(setting.gallery, tmp_path / "to" / "here")
     assert done.failed == {}
     contents = {path.read_bytes() for path in (tmp_path / "to" / "here").iterdir()}

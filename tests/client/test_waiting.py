@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import collect
+from nobackfill.client.maintenance import collect_garbage
 from nobackfill.client.search import Search
 from nobackfill.client.sync import SyncOptions, SyncReport, roll_back
 from nobackfill.errors import BusyError
@@ -76,8 +76,8 @@ def test_rollback_gc_and_search_do_not_wait(upgraded: Setting, path: str) -> Non
             hits = Search(device, {}).by_images([upgraded.images[0]], 3)[0].hits
             assert len(hits) == 3
             assert roll_back(device) == (2, 1)
-            assert device.active().release == 1
-            collect(device)
+            assert device.active_manifest().release == 1
+            collect_garbage(device)
         with pytest.raises(BusyError):
             edge.follow(upgraded.gallery)
         assert not report.done()
@@ -93,7 +93,7 @@ def test_gc_leaves_what_a_sync_downloads(upgraded: Setting) -> None:
         models = Path(f"{upgraded.gallery}.models")
         before = {path.name for path in models.glob("release-3.json")}
         with Device(upgraded.gallery) as device:
-            collect(device)
+            collect_garbage(device)
         assert {path.name for path in models.glob("release-3.json")} == before != set()
         gate.released.set()
         assert report.result().release == 3

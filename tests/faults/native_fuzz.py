@@ -30,7 +30,7 @@ def message(rng: random.Random) -> bytes:
 
 def main() -> None:
     rng = random.Random(1)
-    parse, curves = view.parse_search_request, view.compiled_curves({1: ([0, 1, 2], [1, 0.5, 0])})
+    parse, curves = view.parse_search_request, view.compile_curves({1: ([0, 1, 2], [1, 0.5, 0])})
     snapshot = made(16, "squared_l2", whole=False)
     compiled = snapshot.compiled
     assert parse is not None and curves is not None and compiled is not None

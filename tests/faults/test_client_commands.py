@@ -13,7 +13,7 @@ import pytest
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import collect, remove, verify
+from nobackfill.client.maintenance import collect_garbage, remove, verify
 from nobackfill.client.sync import roll_back
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
@@ -121,9 +121,9 @@ def test_rollback(kind: str, scene: Scene) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gc(kind: str, scene: Scene) -> None:
-    for step in failures(kind, scene.with_device(collect), scene):
+    for step in failures(kind, scene.with_device(collect_garbage), scene):
         assert len(scene.paths()) == 12
-        scene.with_device(collect)()
+        scene.with_device(collect_garbage)()
         assert edge.spaces(scene.gallery) == {2: "active"}, f"step {step}"
         assert len(scene.paths()) == 12
 

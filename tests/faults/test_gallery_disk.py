@@ -36,7 +36,7 @@ with SqliteGallery.open(folder / "g.sqlite") as store:
                 put(store, ids(500, start), seed=start)
                 print("acknowledged", flush=True)
         elif action == "upgrade":
-            run_upgrade(store, Linear(), spec(2), chunk_items=100)
+            run_upgrade(store, Linear(), spec(2), items_per_chunk=100)
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, -1))
             index.save(folder / "index")
@@ -68,7 +68,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
         found = rows(store, spec().space)
         assert {label: found[label] for label in before} == before
         assert len(found) == 2001 + 500 * said.count("acknowledged")
-        run_upgrade(store, Linear(), spec(2), chunk_items=100)
+        run_upgrade(store, Linear(), spec(2), items_per_chunk=100)
         assert sorted(rows(store, spec(2).space)) == sorted(found)
         with store.read_snapshot() as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -47,7 +47,7 @@ def delete_some(store: SqliteGallery, _: Path) -> None:
 
 
 def upgrade(store: SqliteGallery, _: Path) -> None:
-    run_upgrade(store, Linear(), spec(2), chunk_items=8)
+    run_upgrade(store, Linear(), spec(2), items_per_chunk=8)
 
 
 def put_both(store: SqliteGallery, _: Path) -> None:

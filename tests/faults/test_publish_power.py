@@ -61,7 +61,7 @@ def test_after_power_loss_the_release_is_wholly_there_or_not_at_all(
 
 
 def commits(step: DurableStep, repo: Path) -> bool:
-    return step.kind == "rename" and step.target == repo / "timestamp.json"
+    return step.kind == "rename" and step.rename_target == repo / "timestamp.json"
 
 
 @pytest.mark.faults

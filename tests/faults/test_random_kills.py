@@ -13,7 +13,7 @@ import pytest
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import collect, remove, rescue, verify
+from nobackfill.client.maintenance import collect_garbage, remove, rescue, verify
 from nobackfill.client.sync import roll_back
 from nobackfill.client.vault.transfer import pull, push
 from nobackfill.errors import AlreadyExistsError, NotFoundError
@@ -94,7 +94,7 @@ def test_rollback(scene: Scene) -> None:
 
 def test_gc(scene: Scene) -> None:
     first = prepared(scene, "for-gc", lambda: follow(scene))
-    all_or_nothing("gc", scene, first, lambda: scene.with_device(collect))
+    all_or_nothing("gc", scene, first, lambda: scene.with_device(collect_garbage))
 
 
 def test_remove(scene: Scene) -> None:

@@ -59,7 +59,7 @@ class Carried:
     """What Linear gives."""
 
     embedding: Vectors
-    side: Vectors | None
+    side_information: Vectors | None
     uncertainty: NDArray[np.float32] | None
 
 
@@ -83,7 +83,7 @@ class Linear:
 
 def rows(store: SqliteGallery, space: str) -> dict[int, tuple[bytes, bytes | None, str]]:
     """All that a space's table holds, by label, bit for bit."""
-    number = store.space(space).number
+    number = store.space(space).table_number
     with store.read_snapshot() as connection:
         found = connection.execute(f"SELECT label, embedding, side, origin FROM vectors_{number}")
         return {label: (embedding, side, origin) for label, embedding, side, origin in found}

@@ -76,7 +76,7 @@ class GalleryModel(RuleBasedStateMachine):
         for row, name in enumerate(names):
             old = self.things.get(name)
             kept = old is not None and old.digest == f"{name} {seed}"
-            assert result.changed[row] == (not kept)
+            assert result.changed_mask[row] == (not kept)
             if old is None or not kept:
                 self.label += 1
                 old = self.things[name] = Thing(self.label, f"{name} {seed}", colour)
@@ -110,7 +110,7 @@ class GalleryModel(RuleBasedStateMachine):
         linear = Linear(seed=release)
         asked = iter(range(1000))
         run_upgrade(
-            self.store, linear, spec(release), source=spec(begun).space, chunk_items=3,
+            self.store, linear, spec(release), source=spec(begun).space, items_per_chunk=3,
             should_stop=lambda: next(asked) >= chunks,
         )  # fmt: skip
         todo = sorted(

@@ -30,7 +30,7 @@ FEW = 1500
 
 
 def space(dim: int, metric: Metric) -> SpaceSpec:
-    return replace(making_spec(dim=dim), metric=metric, unit=False)
+    return replace(making_spec(dim=dim), metric=metric, unit_norm=False)
 
 
 def content(rng: np.random.Generator, rows: int, dim: int, whole: bool) -> Vectors:
@@ -156,7 +156,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
         with pytest.raises(InvalidInputError):
             snapshot.search(np.array(bad, np.float32), 3)
     for values in (b"", b"123", np.array([np.nan, 0, 0], "<f4").tobytes(), bytes(16)):
-        curves = view.compiled_curves({})
+        curves = view.compile_curves({})
         assert curves is not None
         assert snapshot.compiled.encode_responses([(values, 3, np.inf)], True, {}, curves, b"") == [
             None

@@ -138,18 +138,18 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
         outcomes = []
 
         def run(own: SqliteGallery) -> None:
-            outcomes.append(run_upgrade(own, Linear(), spec(2), chunk_items=8))
+            outcomes.append(run_upgrade(own, Linear(), spec(2), items_per_chunk=8))
 
         threads = [threading.Thread(target=run, args=(own,)) for own in (store, other)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sum(outcome.writes for outcome in outcomes) == 200
-        assert [outcome.left_behind for outcome in outcomes] == [0, 0]
+        assert sum(outcome.written_count for outcome in outcomes) == 200
+        assert [outcome.left_behind_count for outcome in outcomes] == [0, 0]
         both = rows(store, TWO)
     with filled(tmp_path / "alone.sqlite", 200) as store:
-        run_upgrade(store, Linear(), spec(2), chunk_items=8)
+        run_upgrade(store, Linear(), spec(2), items_per_chunk=8)
         assert sorted(rows(store, TWO)) == sorted(both)
 
 
@@ -231,7 +231,7 @@ def test_a_rescue_reads_the_log_of_a_killed_process_and_changes_nothing(
     before = sha256_file(path), sha256_file(log)
     report = rescue_gallery(path, saved, {})
     assert (sha256_file(path), sha256_file(log)) == before
-    assert report.items == 2000 and 0 < report.missing_rows < 500
+    assert report.saved_item_count == 2000 and 0 < report.missing_rows < 500
     with SqliteGallery.open(saved) as store:
         saved_vectors = dict(zip(*(part.tolist() for part in store.load_vectors(ONE)), strict=True))
         items = [store.get(name) for name in ids(20, start=100)]

@@ -62,20 +62,20 @@ CHANGES: list[Callable[[Said], None]] = [
 def test_it_is_refused(skeleton: GraphSkeleton, tmp_path: Path, number: int) -> None:
     links = skeleton.links
     said: Said = dict(links.parameters) | {
-        "ground": links.ground, "levels": links.levels, "upper": links.upper,
-        "rows": skeleton.rows, "sums": skeleton.row_hashes,
+        "ground": links.ground_links, "levels": links.upper_level_counts,
+        "upper": links.upper_links, "rows": skeleton.element_rows, "sums": skeleton.row_hashes,
     }  # fmt: skip
     CHANGES[number](said)
     other = replace(
         skeleton,
-        rows=said["rows"],
+        element_rows=said["rows"],
         row_hashes=said["sums"],
         links=replace(
             links,
             parameters={name: said[name] for name in links.parameters},
-            ground=said["ground"],
-            levels=said["levels"],
-            upper=said["upper"],
+            ground_links=said["ground"],
+            upper_level_counts=said["levels"],
+            upper_links=said["upper"],
         ),
     )
     other.write(tmp_path / "index")

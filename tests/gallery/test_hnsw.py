@@ -170,7 +170,7 @@ def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path
 @pytest.mark.parametrize("threads", [1, 2])
 def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int) -> None:
     content, target = vectors(COUNT, 1), spec(metric=metric)
-    index = hnsw.build_index(target, LABELS, content, threads=lambda: threads)
+    index = hnsw.build_index(target, LABELS, content, count_threads=lambda: threads)
     memory = graph_file.graph_vectors(index.graph)
     assert memory.base is not None and not memory.flags.owndata
     np.testing.assert_array_equal(index.vectors, prepare_vectors(metric, content))

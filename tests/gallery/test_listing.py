@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[SqliteGallery]:
     new = NewVectors(spec().space, vectors(COUNT, 1))
     store.put(ids(COUNT), [new], metadata=[{"n": n, "odd": bool(n % 2)} for n in range(COUNT)])
     with store.transaction() as connection:
-        number = store.space(spec().space).number
+        number = store.space(spec().space).table_number
         connection.executemany(
             f"UPDATE vectors_{number} SET uncertainty = ? WHERE label = ?",
             [(UNCERTAINTY[n % 5], n + 1) for n in range(20)],
@@ -119,7 +119,7 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
     assert sorted(label for one in told for label in one.metadata_labels.tolist()) == [
         *range(1, 11)
     ]
-    assert not any(one.added or len(one.deleted_labels) for one in told)
+    assert not any(one.added_vectors or len(one.deleted_labels) for one in told)
     item = store.get("item-3")
     assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
     for filtered in (OneOf("tags", ("b",)), Not(Exists("odd")), OneOf("n", (2**60,))):

@@ -46,10 +46,10 @@ def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def same(a: hnsw.HnswIndex, b: hnsw.HnswIndex) -> None:
     ours, theirs = a.skeleton(), b.skeleton()
     assert dict(ours.links.parameters) == dict(theirs.links.parameters)
-    for name in ("ground", "levels", "upper"):
+    for name in ("ground_links", "upper_level_counts", "upper_links"):
         np.testing.assert_array_equal(getattr(ours.links, name), getattr(theirs.links, name))
     np.testing.assert_array_equal(ours.row_hashes, theirs.row_hashes)
-    np.testing.assert_array_equal(ours.rows, theirs.rows)
+    np.testing.assert_array_equal(ours.element_rows, theirs.element_rows)
     np.testing.assert_array_equal(a.vectors[:], b.vectors[:])
     assert (a.ef, a.links_fit_space) == (b.ef, b.links_fit_space)
     queries = whole_numbers(20, 7)

@@ -107,7 +107,7 @@ def test_written_vectors_skip_the_deleted_and_the_present(tmp_path: Path) -> Non
         assert sorted(found) == [1, 2, 3, 5]
         assert [found[n][0] for n in (3, 5, 1)] == [content[row].tobytes() for row in range(3)]
         assert found[2][0] == vectors(1, 1).tobytes()
-        labels, told = heard[0].added[TWO]
+        labels, told = heard[0].added_vectors[TWO]
         assert labels.tolist() == [1, 3, 5] and told.tolist() == content[[2, 0, 1]].tolist()
         items = store.items([3, 5, 1], TWO)
         assert [item and item.uncertainty for item in items] == [0, 1, 2]

@@ -37,7 +37,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -
                 {"n": float(n), "even": n % 2 == 0, "name": f"bild ü {n}"} for n in range(50)
             ],
         )
-        assert result.labels.tolist() == list(range(1, 51)) and result.changed.all()
+        assert result.labels.tolist() == list(range(1, 51)) and result.changed_mask.all()
     with SqliteGallery.open(tmp_path / "g.sqlite") as store:
         labels, loaded = store.load_vectors(SPACE)
         np.testing.assert_array_equal(labels, result.labels)
@@ -57,7 +57,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -
 def test_the_spec_of_a_release_is_kept(tmp_path: Path) -> None:
     manifest = releases.draft(tmp_path / "drafts", 1).manifest
     wanted = SpaceSpec.of(manifest)
-    assert (wanted.dim, wanted.side_dim, wanted.unit) == (graphs.DIM, graphs.SIDE_DIM, True)
+    assert (wanted.dim, wanted.side_dim, wanted.unit_norm) == (graphs.DIM, graphs.SIDE_DIM, True)
     with SqliteGallery.create(tmp_path / "g.sqlite", wanted) as store:
         info = store.active()
     assert (info.spec, info.state) == (wanted, "active")
@@ -71,14 +71,14 @@ def test_the_same_content_changes_nothing_and_other_content_gets_a_new_label(
         first = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 1))], digests=["x", "y"])
         store.subscribe(heard.append)
         again = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 2))], digests=["x", "y"])
-        assert again.labels.tolist() == first.labels.tolist() and not again.changed.any()
+        assert again.labels.tolist() == first.labels.tolist() and not again.changed_mask.any()
         assert store.load_vectors(SPACE)[1].tolist() == vectors(2, 1).tolist()
         third = store.put(["b", "a"], [NewVectors(SPACE, vectors(2, 2))], digests=["y", "z"])
-        assert third.changed.tolist() == [False, True] and third.labels.tolist() == [2, 3]
+        assert third.changed_mask.tolist() == [False, True] and third.labels.tolist() == [2, 3]
         assert store.items([1, 3])[0] is None
         # Without a digest nobody knows that it is the same.
         for _ in range(2):
-            assert store.put(["b"], [NewVectors(SPACE, vectors(1, 2))]).changed.all()
+            assert store.put(["b"], [NewVectors(SPACE, vectors(1, 2))]).changed_mask.all()
     assert [change.deleted_labels.tolist() for change in heard] == [[], [1], [2], [4]]
 
 
@@ -142,7 +142,9 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carrie
         assert [item and item.uncertainty for item in items] == [None, 2.0, None]
         expected = np.stack([native[0], vectors(3, 2)[1], vectors(1, 3)[0]])
         np.testing.assert_array_equal(store.load_vectors(two)[1], expected)
-        assert [change.added[two][0].tolist() for change in told if change.added] == [[1]]
+        assert [
+            change.added_vectors[two][0].tolist() for change in told if change.added_vectors
+        ] == [[1]]
 
 
 def test_a_kept_item_takes_vectors_of_spaces_it_lacks(tmp_path: Path) -> None:

@@ -36,8 +36,12 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
     linear = Linear()
     seen: list[UpgradeProgress] = []
     with filled(tmp_path / "g.sqlite", 25) as store:
-        outcome = run_upgrade(store, linear, spec(2), chunk_items=10, on_progress=seen.append)
-        assert (outcome.writes, outcome.left_behind, outcome.stopped) == (25, 0, False)
+        outcome = run_upgrade(store, linear, spec(2), items_per_chunk=10, on_progress=seen.append)
+        assert (outcome.written_count, outcome.left_behind_count, outcome.was_stopped) == (
+            25,
+            0,
+            False,
+        )
         before, after = rows(store, ONE), rows(store, TWO)
         assert sorted(after) == sorted(before)
         for label, (old, old_side, _) in before.items():
@@ -47,11 +51,11 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
             got, got_side = np.frombuffer(new, np.float32), np.frombuffer(new_side, np.float32)
             np.testing.assert_allclose(got, x @ linear.embedding, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(got_side, s @ linear.side, rtol=1e-4, atol=1e-5)
-        assert [(p.complete, p.total, p.writes) for p in seen] == [
+        assert [(p.complete_count, p.item_count, p.written_count) for p in seen] == [
             (10, 25, 10), (20, 25, 20), (25, 25, 25),
         ]  # fmt: skip
         again = run_upgrade(store, linear, spec(2))
-        assert again.writes == 0 and linear.calls == 3
+        assert again.written_count == 0 and linear.calls == 3
 
 
 def test_another_dimension_is_no_obstacle(tmp_path: Path) -> None:
@@ -78,12 +82,12 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Up
             second = Linear(seed=3)
             for attempt in range(stops + 1):
                 outcome = run_upgrade(
-                    store, second, spec(3), source=TWO, chunk_items=8, order=order,
+                    store, second, spec(3), source=TWO, items_per_chunk=8, order=order,
                     should_stop=after(1 if attempt < stops else 99),
                     transform_ahead="ahead" in name,
                 )  # fmt: skip
-                assert outcome.stopped == (attempt < stops)
-            assert second.calls == 7 and outcome.left_behind == 0
+                assert outcome.was_stopped == (attempt < stops)
+            assert second.calls == 7 and outcome.left_behind_count == 0
             results.append(rows(store, spec(3).space))
     assert all(result == results[0] for result in results) and len(results[0]) == 50
 
@@ -97,16 +101,16 @@ def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) 
         written: list[int] = []
         with pytest.raises(UnusableOutputError, match="item-21"):
             run_upgrade(
-                store, Watched(store, fail), spec(2), chunk_items=10, transform_ahead=True,
-                on_progress=lambda progress: written.append(progress.complete),
+                store, Watched(store, fail), spec(2), items_per_chunk=10, transform_ahead=True,
+                on_progress=lambda progress: written.append(progress.complete_count),
             )  # fmt: skip
         assert written == [10, 20] and len(rows(store, TWO)) == 20
 
 
 def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 20) as store:
-        outcome = run_upgrade(store, Linear(), spec(2), chunk_items=10, should_stop=after(2))
-        assert (outcome.writes, outcome.stopped) == (20, False)
+        outcome = run_upgrade(store, Linear(), spec(2), items_per_chunk=10, should_stop=after(2))
+        assert (outcome.written_count, outcome.was_stopped) == (20, False)
 
 
 MEASURED = """
@@ -151,7 +155,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
         run_upgrade(store, Linear(), spec(2))
         worst = [item.label for item in staging.least_certain_items(store, TWO, 10)]
         run_upgrade(
-            store, Linear(seed=3), spec(3), source=TWO, chunk_items=10,
+            store, Linear(seed=3), spec(3), source=TWO, items_per_chunk=10,
             order="uncertainty", should_stop=after(1),
         )  # fmt: skip
         assert sorted(rows(store, spec(3).space)) == sorted(worst)
@@ -161,7 +165,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
 def test_a_chunk_without_items_is_refused(tmp_path: Path, chunk: int) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
         with pytest.raises(InvalidInputError, match="expected at least 1, got"):
-            run_upgrade(store, Linear(), spec(2), chunk_items=chunk)
+            run_upgrade(store, Linear(), spec(2), items_per_chunk=chunk)
         assert len(store.spaces()) == 1
 
 
@@ -174,8 +178,8 @@ def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
             put(store, ids(5, start=100), seed=51)
 
     with filled(tmp_path / "g.sqlite", 30) as store:
-        outcome = run_upgrade(store, Watched(store, race), spec(2), chunk_items=10)
-        assert outcome.left_behind == 0
+        outcome = run_upgrade(store, Watched(store, race), spec(2), items_per_chunk=10)
+        assert outcome.left_behind_count == 0
         source, target = rows(store, ONE), rows(store, TWO)
         # Nothing that was deleted came back, and what was put again is carried from its new self.
         assert sorted(target) == sorted(source) == sorted(i.label for i in store.list_items())
@@ -202,12 +206,12 @@ def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
         guess = estimate_upgrade(store, Linear(), spec(2), tmp_path)
-        assert (guess.items, guess.left_behind) == (5, 2)
+        assert (guess.item_count, guess.left_behind_count) == (5, 2)
         outcome = run_upgrade(store, Linear(), spec(2))
-        assert (outcome.writes, outcome.left_behind) == (5, 2)
+        assert (outcome.written_count, outcome.left_behind_count) == (5, 2)
         names = [item.id for item in staging.left_behind_items(store, TWO)]
         assert names == ["bare-1", "bare-2"]
-        assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind == 0
+        assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind_count == 0
 
 
 class Carrying(Linear):
@@ -222,8 +226,8 @@ def test_side_information_goes_along_where_there_is_some(tmp_path: Path) -> None
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
         put(store, ["item-9"], seed=5)
-        outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), chunk_items=2)
-        assert (outcome.writes, outcome.left_behind) == (8, 0)
+        outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), items_per_chunk=2)
+        assert (outcome.written_count, outcome.left_behind_count) == (8, 0)
         before, after = rows(store, ONE), rows(store, TWO)
         assert {label: row[1] for label, row in after.items()} == {
             label: row[1] for label, row in before.items()
@@ -260,7 +264,7 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
     with filled(tmp_path / "g.sqlite", 20) as store:
         source = rows(store, ONE)
         with pytest.raises(InvalidInputError):
-            run_upgrade(store, Broken(kind), spec(2), chunk_items=8)
+            run_upgrade(store, Broken(kind), spec(2), items_per_chunk=8)
         assert sorted(rows(store, TWO)) == list(range(1, 9))
         assert store.active().spec.space == ONE and rows(store, ONE) == source
 
@@ -270,11 +274,16 @@ def test_an_estimate_changes_nothing_and_grows_with_what_is_to_do(tmp_path: Path
         before = (tmp_path / "g.sqlite").read_bytes()
         guess = estimate_upgrade(store, Linear(), spec(2), tmp_path)
         assert (tmp_path / "g.sqlite").read_bytes() == before and len(store.spaces()) == 1
-        assert guess.items == 300 and guess.seconds > 0
-        assert guess.bytes >= 300 * 4 * (DIM + SIDE_DIM)
+        assert guess.item_count == 300 and guess.seconds > 0
+        assert guess.growth_bytes >= 300 * 4 * (DIM + SIDE_DIM)
         run_upgrade(store, Linear(), spec(2))
         done = estimate_upgrade(store, Linear(), spec(2), tmp_path)
-        assert (done.items, done.seconds, done.bytes, done.left_behind) == (0, 0, 0, 0)
+        assert (done.item_count, done.seconds, done.growth_bytes, done.left_behind_count) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
 def test_the_original_can_be_the_source_of_a_later_upgrade(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable
 
-from nobackfill.client.maintenance import collect, remove, verify
+from nobackfill.client.maintenance import collect_garbage as collect
+from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.output import Output
 from nobackfill.client.photos import add, item_id
 from nobackfill.client.search import Search
@@ -155,7 +156,7 @@ Observed = tuple[int, int | None, frozenset[str], frozenset[int]]
 def observed(life: Life) -> Observed:
     """The device's release, the way back, its items, what it holds back. The floor never sinks."""
     with life.world.opened() as device:
-        back = device.previous()
+        back = device.previous_space()
         labels, _ = device.store.load_vectors(device.store.active().spec.space)
         items = device.store.items(labels)
         held = frozenset(int(n) for n in device.state("held_back", {}))

@@ -134,10 +134,10 @@ def test_a_line_undoes_what_carrying_did_to_distances() -> None:
     order = random_order(30, 0)
     plain = backfill_curve(query, new, new, order, relevance)
     # Squared distances of l2 are a quarter.
-    undone = backfill_curve(query, new / 2, new, order, relevance, line=DistanceLine(4.0))
+    undone = backfill_curve(query, new / 2, new, order, relevance, distance_line=DistanceLine(4.0))
     np.testing.assert_allclose(undone.map, plain.map)
     assert not np.allclose(backfill_curve(query, new / 2, new, order, relevance).map, plain.map)
-    far = backfill_curve(query, new, new, order, relevance, line=DistanceLine(1.0, 100.0))
+    far = backfill_curve(query, new, new, order, relevance, distance_line=DistanceLine(1.0, 100.0))
     assert far.map[0] == far.map[-1] == pytest.approx(plain.map[0])
 
 

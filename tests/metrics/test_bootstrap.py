@@ -16,7 +16,7 @@ Runs = list[NDArray[np.float64]]
 def test_one_run_agrees_with_scipys_percentile_bootstrap() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.random(300), rng.random(300)
-    ours = paired_bootstrap([a], [b], resamples=20_000)
+    ours = paired_bootstrap([a], [b], resample_count=20_000)
     theirs = scipy_bootstrap((a - b,), np.mean, n_resamples=20_000, method="percentile", rng=1)
     assert ours.mean == pytest.approx(np.mean(a - b))
     assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=2e-3)
@@ -37,7 +37,9 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     covered = 0
     for trial in range(200):
         values = rng.exponential(size=100)
-        result = paired_bootstrap([values], [np.zeros(100)], resamples=400, seed=trial, level=0.9)
+        result = paired_bootstrap(
+            [values], [np.zeros(100)], resample_count=400, seed=trial, level=0.9
+        )
         covered += result.low <= 1 <= result.high
     assert 160 <= covered <= 196
 
@@ -96,7 +98,7 @@ def test_runs_of_one_test_are_decided_wrongly_about_as_seldom_as_it_says() -> No
     wrong = 0
     for trial in range(150):
         values = runs_of_one_test(rng, 10, 200)
-        found = paired_bootstrap(values, [zero] * 10, resamples=400, seed=trial)
+        found = paired_bootstrap(values, [zero] * 10, resample_count=400, seed=trial)
         wrong += found.verdict != "undecided"
     assert wrong <= 0.12 * 150
 
@@ -108,10 +110,10 @@ def test_runs_and_queries_are_drawn_crosswise_as_a_slow_loop_draws_them() -> Non
     for _ in range(8000):
         runs, queries = rng.integers(4, size=4), rng.integers(60, size=60)
         means.append(values[np.ix_(runs, queries)].mean())
-    ours = paired_bootstrap(list(values), [np.zeros(60)] * 4, resamples=8000)
+    ours = paired_bootstrap(list(values), [np.zeros(60)] * 4, resample_count=8000)
     assert ours.mean == pytest.approx(values.mean())
     assert (ours.low, ours.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=4e-3)
-    again = paired_bootstrap(list(values), [np.zeros(60)] * 4, resamples=8000)
+    again = paired_bootstrap(list(values), [np.zeros(60)] * 4, resample_count=8000)
     assert again == ours
 
 
@@ -169,10 +171,10 @@ def test_classes_are_drawn_whole_as_a_slow_loop_draws_them() -> None:
         )
     tail = norm.cdf(student.ppf(0.025, count - 1) * np.sqrt(count / (count - 1)))
     zero = [0 * run for run in values]
-    ours = paired_bootstrap(values, zero, classes=[labels] * 2, resamples=20_000)
+    ours = paired_bootstrap(values, zero, classes=[labels] * 2, resample_count=20_000)
     assert (ours.low, ours.high) == pytest.approx(np.quantile(means, [tail, 1 - tail]), abs=0.02)
     assert ours.mean == pytest.approx(np.mean([np.nanmean(run) for run in values]))
-    assert ours.classes == count
+    assert ours.class_count == count
 
 
 def test_the_interval_over_classes_is_the_t_interval_over_their_means() -> None:
@@ -181,7 +183,7 @@ def test_the_interval_over_classes_is_the_t_interval_over_their_means() -> None:
     for count in (10, 30):
         labels = np.repeat(np.arange(count), 5)
         values = rng.normal(size=count)[labels] + 0.01 * rng.normal(size=5 * count)
-        ours = paired_bootstrap([values], [0 * values], classes=[labels], resamples=20_000)
+        ours = paired_bootstrap([values], [0 * values], classes=[labels], resample_count=20_000)
         of_classes = values.reshape(count, 5).mean(1)
         error = of_classes.std(ddof=1) / np.sqrt(count)
         width = 2 * student.ppf(0.975, count - 1) * error
@@ -204,12 +206,16 @@ def test_fewer_classes_than_are_a_sample_decide_no_claim() -> None:
     some = labels < FEWEST_DECIDING_CLASSES - 1
     for gain in (values[some], -values[some]):
         found = paired_bootstrap([gain], [0 * gain], classes=[labels[some]])
-        assert (found.verdict, found.is_limited_to_classes, found.classes) == ("undecided", True, 9)
+        assert (found.verdict, found.is_limited_to_classes, found.class_count) == (
+            "undecided",
+            True,
+            9,
+        )
         # For these classes alone: as queries are drawn.
         assert (found.low, found.high) == (gain[0], gain[0])
     # A class without an answerable query is none.
     values[labels == 0] = np.nan
-    assert paired_bootstrap([values], [0 * values], classes=[labels]).classes == 9
+    assert paired_bootstrap([values], [0 * values], classes=[labels]).class_count == 9
 
 
 def test_a_class_is_drawn_once_for_all_runs_that_have_it() -> None:

@@ -27,8 +27,8 @@ def test_each_step_is_the_ranking_of_its_mixture(data: st.DataObject) -> None:
     relevance = Relevance([some() for _ in range(queries)], [some() for _ in range(queries)])
     found = rank_replacement_steps(before, after, 0, ways, relevance)
     for way, steps in zip(ways, found, strict=True):
-        for count, step in zip(way.counts, steps, strict=True):
+        for count, step in zip(way.replaced_counts, steps, strict=True):
             mixture = before.copy()
-            mixture[:, way.order[:count]] = after[:, way.order[:count]]
+            mixture[:, way.item_order[:count]] = after[:, way.item_order[:count]]
             expected = rank_block(mixture, 0, relevance)
             assert [ranks.tolist() for ranks in step] == [ranks.tolist() for ranks in expected]

@@ -135,9 +135,9 @@ def test_neighbour_lists_agree_with_the_full_ranking_and_count_what_they_missed(
     assert (
         average_precision(listed)[query_labels != 9] <= average_precision(full)[query_labels != 9]
     ).all()
-    assert listed.relevant.tolist() == full.relevant.tolist()
+    assert listed.relevant_counts.tolist() == full.relevant_counts.tolist()
     padded = rank_neighbours(np.array([[2, -1, -1]]), relevance_by_label([0], [1, 0, 0]))
-    assert padded.ranks[0].tolist() == [1] and padded.relevant.tolist() == [2]
+    assert padded.ranks[0].tolist() == [1] and padded.relevant_counts.tolist() == [2]
 
 
 def test_unanswerable_queries_are_left_out_of_the_mean() -> None:

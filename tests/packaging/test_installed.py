@@ -310,9 +310,9 @@ def test_an_app_is_checked_against_our_types(base: Environment, tmp_path: Path) 
     app = tmp_path / "app.py"
     app.write_text(
         "from nobackfill.errors import NobackfillError\n"
-        "from nobackfill.release.manifest import embedder_model\n"
+        "from nobackfill.release.manifest import embedder_model_name\n"
         "reveal_type(NobackfillError.exit_code)\n"
-        "reveal_type(embedder_model(1))\n"
+        "reveal_type(embedder_model_name(1))\n"
     )
     done = subprocess.run(
         [

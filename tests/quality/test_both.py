@@ -28,7 +28,7 @@ class Given(EmbeddedListing):
     ) -> None:
         self._vectors, self._carried, self._metrics = {1: old, 2: new}, carried, metrics
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         return self._vectors[release]
 
     def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
@@ -75,7 +75,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     joint = JointDistance(found.new, found.old, found.offset)
     apart = {
         release: distances(
-            judged.queries.native(release),
+            judged.queries.native_vectors(release),
             judged.items.vectors_along((1, 2) if release == 2 else (1,)).embedding,
             metrics[release],
         )
@@ -88,7 +88,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     assert found.map == pytest.approx((1 / (1 + ranks)).mean(), abs=0.004)
     for release in (1, 2):
         alone = search_and_measure(
-            judged.queries.native(release),
+            judged.queries.native_vectors(release),
             judged.items.vectors_along((1, 2) if release == 2 else (1,)).embedding,
             judged.relevance,
             metrics[release],

@@ -85,7 +85,7 @@ def test_the_cells_of_an_upgrade_have_names(route: tuple[int, ...], served: str,
         "new/served": served,
         "new/new": "4/4",
     }
-    assert [name for name, cell in cells.items() if cell.is_raw] == (
+    assert [name for name, cell in cells.items() if cell.searches_unmigrated] == (
         ["new/old", "new/served"] if raw else ["new/old"]
     )
 

@@ -44,7 +44,7 @@ class Pool:
         )
         return gain_row(
             parse_cell("2/1>2"), parse_cell("1/1"), served, before, None,
-            classes=labels if labelled else None, exact=False, by_text=False,
+            classes=labels if labelled else None, float32_only=False, has_text_queries=False,
         )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_few_classes_are_decided_for_themselves_and_the_verdict_says_so(
     told = {}
     for count in (FEWEST_DECIDING_CLASSES - 1, FEWEST_DECIDING_CLASSES):
         row = better.row(np.arange(count), [np.arange(IMAGES)] * count)
-        assert row.passes and row.map_gain.classes == count
+        assert row.passes and row.map_gain.class_count == count
         told[count] = decide_gate(published, [row], second).detail
     assert told == {
         9: "decided for the 9 evaluated classes alone; evaluate 10 or more to decide for others",

@@ -98,10 +98,10 @@ def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted
     """A loss that the bound allows can still take more than the release gains."""
     new, evidence = measured(life, spoilt, 2)
     assert new.upgrades[0].int8_file is None
-    assert evidence.verdict.verdict == "passed"
+    assert evidence.gate_verdict.verdict == "passed"
     (route,) = evidence.routes
     assert route.int8_map is None
-    assert all(not row.exact for row in evidence.rows)
+    assert all(not row.float32_only for row in evidence.gain_rows)
 
 
 def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
@@ -151,12 +151,12 @@ def test_a_chain_is_judged_with_the_twins_on_its_way(
 ) -> None:
     """Release 2 is out with a twin that leads nowhere: what goes on through it is no better."""
     _, evidence = measured(life, third(life, spoilt, tmp_path), 3)
-    rows = {str(row): row for row in evidence.rows}
+    rows = {str(row): row for row in evidence.gain_rows}
     assert set(rows) == {"3/2>3", "3/1>2>3", "3/1>2>3 float32"}
     assert rows["3/1>2>3 float32"].passes
     assert not rows["3/1>2>3"].passes
-    assert evidence.verdict.verdict == "failed"
-    assert "3/1>2>3 does not beat 1/1" in evidence.verdict.detail
+    assert evidence.gate_verdict.verdict == "failed"
+    assert "3/1>2>3 does not beat 1/1" in evidence.gate_verdict.detail
     chain = next(route for route in evidence.routes if route.releases == (1, 2, 3))
     best = next(cell for cell in evidence.cells if (cell.query, cell.gallery) == ("3", "3"))
     assert chain.int8_map is not None

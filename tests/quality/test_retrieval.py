@@ -25,7 +25,7 @@ N, QUERIES = 2100, 150
 class Scattered(PublishedListing):
     """Vectors in 40 clouds, more of them than HNSW answers exactly."""
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         rng = np.random.default_rng(release)
         centres = np.random.default_rng(99).normal(size=(40, 16))
         labels = self.listing.labels
@@ -61,7 +61,7 @@ def test_the_real_index_gives_what_exact_search_gives(scattered: Scattered) -> N
 class Longer(PublishedListing):
     """Release 2 has 16 numbers: the first 8 are release 1's with less noise, the others noise."""
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         labels = self.listing.labels
         off, rest = np.random.default_rng(0).normal(size=(2, len(labels), 8))
         centres = np.eye(8)[labels % 8]
@@ -76,10 +76,10 @@ def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> 
     listing = list_images(life.data / "queries")
     both = Longer(listing, life.repo, published)
     relevance = relevance_by_label(listing.labels, listing.labels)
-    new, old = both.native(2)[:, :8], both.native(1)
+    new, old = both.native_vectors(2)[:, :8], both.native_vectors(1)
     new = new / np.linalg.norm(new, axis=1, keepdims=True)
     cells = [parse_cell(cell) for cell in ("1/1", "2/1", "2/2")]
-    measured = evaluate_cells(cells, both, both, relevance, neighbours=0)
+    measured = evaluate_cells(cells, both, both, relevance, neighbour_count=0)
     raw = measured[1].figures
     assert raw["map"] == pytest.approx(
         mean_of_answerable(search_and_score(new, old, relevance, "cosine")["map"])
@@ -103,5 +103,7 @@ def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> 
 
 def test_a_search_without_queries_has_empty_figures() -> None:
     nobody, items = np.empty((0, 3), np.float32), np.eye(3, dtype=np.float32)
-    figures = search_and_measure(nobody, items, relevance_by_label([], [0, 1, 2]), neighbours=2)
+    figures = search_and_measure(
+        nobody, items, relevance_by_label([], [0, 1, 2]), neighbour_count=2
+    )
     assert (len(figures.map), figures.neighbours.shape) == (0, (0, 2))

@@ -8,7 +8,7 @@ from PIL import Image
 
 from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.quality.embedded import PublishedListing
-from nobackfill.quality.gate import second_views
+from nobackfill.quality.gate import write_second_views
 from nobackfill.quality.listing import list_texts, split_halves
 from nobackfill.release.models import open_embedder
 from nobackfill.release.trust.trust import read_publication
@@ -27,7 +27,7 @@ def test_second_views_ask_for_their_pictures(life: Life, tmp_path: Path) -> None
     listing = list_images(life.data / "eval")
     listing = listing.select(split_halves(listing, 0)[1])
     assert (told.name, told.items, told.queries) == ("2/1>2", len(listing), len(listing))
-    views = second_views(listing, tmp_path)
+    views = write_second_views(listing, tmp_path)
     asked, held = {}, {}
     for number, manifest in manifests.items():
         embed = open_embedder(life.repo, manifest).run
@@ -74,8 +74,8 @@ def test_a_picture_has_one_second_view(tmp_path: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 256, (40, 30 + number, 3), np.uint8)).save(place)
     listing = list_images(tmp_path / "images")
-    second_views(listing, tmp_path / "all")
-    second_views(listing.select(np.array([2])), tmp_path / "one")
+    write_second_views(listing, tmp_path / "all")
+    write_second_views(listing.select(np.array([2])), tmp_path / "one")
     one = (tmp_path / "one" / "a" / "2.png.png").read_bytes()
     assert one == (tmp_path / "all" / "a" / "2.png.png").read_bytes()
     with Image.open(tmp_path / "one" / "a" / "2.png.png") as view:
@@ -89,6 +89,6 @@ def test_labelled_texts_are_asked_for_by_their_first_sentence(tmp_path: Path) ->
         {"id": 3, "text": "several words without a stop", "label": "y"},
     ]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    known = list_texts(tmp_path / "t.jsonl").by_parts()
+    known = list_texts(tmp_path / "t.jsonl").split_first_sentences()
     assert (known.paths, known.texts) == (("1", "3"), ("Another thing.", "words without a stop"))
     assert known.as_queries().texts == ("One thing.", "several")

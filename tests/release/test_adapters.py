@@ -76,28 +76,28 @@ def test_contradictions_are_refused(
 def changed(**update: object) -> Callable[[Draft], Draft]:
     def change(one: Draft) -> Draft:
         adapter = one.manifest.adapters[0].model_copy(update=update)
-        return Draft(one.manifest.model_copy(update={"adapters": (adapter,)}), one.files)
+        return Draft(one.manifest.model_copy(update={"adapters": (adapter,)}), one.local_files)
 
     return change
 
 
 def damaged(one: Draft) -> Draft:
-    data = bytearray(one.files[adapter_path(2, 1)].read_bytes())
+    data = bytearray(one.local_files[adapter_path(2, 1)].read_bytes())
     data[-20] ^= 1
-    one.files[adapter_path(2, 1)].write_bytes(data)
+    one.local_files[adapter_path(2, 1)].write_bytes(data)
     return one
 
 
 def another(one: Draft) -> Draft:
     """A map to a third block: valid, but its answers are not those of the golden probes."""
-    path = one.files[adapter_path(2, 1)]
+    path = one.local_files[adapter_path(2, 1)]
     graphs.save(graphs.adapter(2, 3), path)
     return changed(file=describe_file(adapter_path(2, 1), path))(one)
 
 
 def upgrading(one: Draft) -> Draft:
     """The graph of an upgrade in the place of an adapter: it has another output."""
-    path = one.files[adapter_path(2, 1)]
+    path = one.local_files[adapter_path(2, 1)]
     graphs.save(graphs.upgrade(2, 1, reads_side=False, maps_side=False), path)
     return changed(file=describe_file(adapter_path(2, 1), path))(one)
 

@@ -50,7 +50,7 @@ def test_resign_needs_the_online_keys_only(repo: Path, tmp_path: Path) -> None:
         (tmp_path / "repo.keys" / f"{role}.pem").unlink()
     before = require_signed_metadata(repo)
     with time_machine.travel(datetime.now(UTC) + timedelta(days=20)):
-        assert resign(repo).roles == ("snapshot", "timestamp")
+        assert resign(repo).signed_roles == ("snapshot", "timestamp")
         after = require_signed_metadata(repo)
     assert after.timestamp.expires - before.timestamp.expires > timedelta(days=19)
     assert after.targets == before.targets
@@ -69,11 +69,16 @@ def test_resign_renews_root_and_targets_in_the_second_half_of_their_year(
     repo: Path, tmp_path: Path
 ) -> None:
     with time_machine.travel(datetime.now(UTC) + timedelta(days=200)):
-        assert resign(repo, dry_run=True).roles == ("root", "targets", "snapshot", "timestamp")
+        assert resign(repo, dry_run=True).signed_roles == (
+            "root",
+            "targets",
+            "snapshot",
+            "timestamp",
+        )
         assert require_signed_metadata(repo).root.version == 1
-        assert resign(repo).roles == ("root", "targets", "snapshot", "timestamp")
+        assert resign(repo).signed_roles == ("root", "targets", "snapshot", "timestamp")
         assert require_signed_metadata(repo).root.version == 2
-        assert resign(repo).roles == ("snapshot", "timestamp")
+        assert resign(repo).signed_roles == ("snapshot", "timestamp")
         assert seen(repo, tmp_path / "state") == {1: None}
 
 
@@ -151,7 +156,7 @@ def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
         rotate(repo, ["timestamp"])
     away = SigningKeys.of_publication(repo, {"root": tmp_path / "root.pem"})
     before = keyids(repo)
-    assert rotate(repo, ["timestamp"], away, dry_run=True).roles == ("timestamp",)
+    assert rotate(repo, ["timestamp"], away, dry_run=True).signed_roles == ("timestamp",)
     assert keyids(repo) == before
     rotate(repo, ["timestamp", "root"], away)
     assert keyids(repo) != before

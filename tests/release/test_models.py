@@ -45,23 +45,25 @@ def test_embedder_and_side_encoder_give_what_numpy_gives(
     count: int, life: tuple[Draft, Draft]
 ) -> None:
     for number, one in enumerate(life, 1):
-        got = open_embedder(one.files, one.manifest).run(images(count))
+        got = open_embedder(one.local_files, one.manifest).run(images(count))
         assert got.shape == (count, graphs.DIM)
         np.testing.assert_allclose(got, expected_embedding(number, count), atol=1e-5)
-        side = open_side_encoder(one.files, one.manifest).run(images(count))
+        side = open_side_encoder(one.local_files, one.manifest).run(images(count))
         np.testing.assert_allclose(side, expected_side(number, count), atol=1e-5)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_an_upgrade_leads_into_the_new_space(int8: bool, life: tuple[Draft, Draft]) -> None:
     _, second = life
-    model = open_upgrade(second.files, second.manifest, second.manifest.upgrades[0], int8=int8)
+    model = open_upgrade(
+        second.local_files, second.manifest, second.manifest.upgrades[0], int8=int8
+    )
     side = expected_side(1, 6)
     got = model.run(expected_embedding(1, 6), side)
     tolerance = 0.05 if int8 else 1e-5
     np.testing.assert_allclose(got.embedding, expected_embedding(2, 6), atol=tolerance)
-    assert got.side is not None
-    np.testing.assert_allclose(got.side, expected_side(2, 6), atol=tolerance)
+    assert got.side_information is not None
+    np.testing.assert_allclose(got.side_information, expected_side(2, 6), atol=tolerance)
     assert got.uncertainty is not None
     np.testing.assert_allclose(got.uncertainty, np.abs(side).sum(axis=1), rtol=1e-5)
 
@@ -71,21 +73,23 @@ def test_carried_side_information_comes_back_untouched(tmp_path: Path) -> None:
     second = draft(tmp_path, 2, [first.manifest], side="carries")
     upgrade = second.manifest.upgrades[0]
     side = expected_side(1, 3)
-    got = open_upgrade(second.files, second.manifest, upgrade).run(expected_embedding(1, 3), side)
-    assert got.side is side
+    got = open_upgrade(second.local_files, second.manifest, upgrade).run(
+        expected_embedding(1, 3), side
+    )
+    assert got.side_information is side
 
 
 def test_an_upgrade_without_side_information_drops_it(tmp_path: Path) -> None:
     first = draft(tmp_path, 1, side="none")
     second = draft(tmp_path, 2, [first.manifest], side="none")
-    model = open_upgrade(second.files, second.manifest, second.manifest.upgrades[0])
+    model = open_upgrade(second.local_files, second.manifest, second.manifest.upgrades[0])
     got = model.run(expected_embedding(1, 3), None)
-    assert got.side is None
+    assert got.side_information is None
     assert got.uncertainty is None
     with pytest.raises(InvalidInputError, match="no encoder of side-information"):
-        open_side_encoder(first.files, first.manifest)
+        open_side_encoder(first.local_files, first.manifest)
     with pytest.raises(InvalidInputError, match="without int8"):
-        open_upgrade(second.files, second.manifest, second.manifest.upgrades[0], int8=True)
+        open_upgrade(second.local_files, second.manifest, second.manifest.upgrades[0], int8=True)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +100,12 @@ def test_an_upgrade_without_side_information_drops_it(tmp_path: Path) -> None:
 def test_other_images_are_refused(wrong: Any, life: tuple[Draft, Draft]) -> None:
     first, _ = life
     with pytest.raises(InvalidInputError, match="uint8"):
-        open_embedder(first.files, first.manifest).run(wrong)
+        open_embedder(first.local_files, first.manifest).run(wrong)
 
 
 def test_an_upgrade_refuses_what_it_cannot_read(life: tuple[Draft, Draft]) -> None:
     _, second = life
-    model = open_upgrade(second.files, second.manifest, second.manifest.upgrades[0])
+    model = open_upgrade(second.local_files, second.manifest, second.manifest.upgrades[0])
     good, side = expected_embedding(1, 3), expected_side(1, 3)
     with pytest.raises(InvalidInputError, match="side-information"):
         model.run(good, None)
@@ -120,7 +124,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     damage: str, life: tuple[Draft, Draft]
 ) -> None:
     first, second = life
-    path = first.files[embedder_path(1)]
+    path = first.local_files[embedder_path(1)]
     data = bytearray(path.read_bytes())
     if damage == "bit":
         data[len(data) // 2] ^= 1
@@ -129,12 +133,12 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     elif damage == "longer":
         data += b"\0"
     elif damage == "swapped":
-        data = bytearray(second.files[embedder_path(2)].read_bytes())
+        data = bytearray(second.local_files[embedder_path(2)].read_bytes())
     path.write_bytes(data)
     if damage == "missing":
         path.unlink()
     with pytest.raises(VerificationError, match="embedder_1"):
-        open_embedder(first.files, first.manifest)
+        open_embedder(first.local_files, first.manifest)
 
 
 def test_a_draft_that_lacks_a_file_names_it(life: tuple[Draft, Draft]) -> None:

@@ -30,8 +30,8 @@ def test_a_good_file_passes(tmp_path: Path) -> None:
 def test_whole_releases_pass(tmp_path: Path) -> None:
     first = draft(tmp_path, 1)
     second = draft(tmp_path, 2, [first.manifest], int8=True)
-    check_release(first.files, first.manifest)
-    check_release(second.files, second.manifest)
+    check_release(first.local_files, first.manifest)
+    check_release(second.local_files, second.manifest)
 
 
 def test_crafted_files_are_refused_each_for_its_own_reason(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def mutations(data: bytes, count: int, seed: int) -> list[bytes]:
 def test_mutated_files_never_reach_a_session(count: int, tmp_path: Path) -> None:
     """Bits of weights may flip unseen by any parser: it is the digest that refuses all of them."""
     first = draft(tmp_path, 1)
-    path = first.files[manifest.embedder_path(1)]
+    path = first.local_files[manifest.embedder_path(1)]
     data = path.read_bytes()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for mutated in mutations(data, count, seed=count):
         path.write_bytes(mutated)
         with pytest.raises(VerificationError, match="expected the file with the digest"):
-            open_embedder(first.files, first.manifest)
+            open_embedder(first.local_files, first.manifest)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200_000, f"{grown} kB more"
 
@@ -143,7 +143,7 @@ def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> Non
     first = draft(tmp_path, 1)
     wider = first.manifest.embedder.model_copy(update={"dim": graphs.DIM + 1})
     with pytest.raises(VerificationError, match="shape"):
-        check_release(first.files, first.manifest.model_copy(update={"embedder": wider}))
+        check_release(first.local_files, first.manifest.model_copy(update={"embedder": wider}))
     path = manifest.side_encoder_path(1)
     swapped = graphs.save(good(), tmp_path / "1" / path)
     assert first.manifest.side_encoder is not None
@@ -152,7 +152,9 @@ def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> Non
     )
     assert swapped.exists()
     with pytest.raises(VerificationError, match=path):
-        check_release(first.files, first.manifest.model_copy(update={"side_encoder": encoder}))
+        check_release(
+            first.local_files, first.manifest.model_copy(update={"side_encoder": encoder})
+        )
 
 
 @pytest.mark.parametrize(

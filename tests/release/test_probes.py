@@ -25,7 +25,7 @@ def second(tmp_path: Path) -> Draft:
 
 def changed(second: Draft, change: Callable[[Arrays], None]) -> Manifest:
     """The manifest with other probes, digest and all."""
-    path = second.files[probes_path(2)]
+    path = second.local_files[probes_path(2)]
     with np.load(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
     change(arrays)
@@ -36,8 +36,8 @@ def changed(second: Draft, change: Callable[[Arrays], None]) -> Manifest:
 
 
 def test_the_published_models_pass(second: Draft) -> None:
-    check_probes(second.files, second.manifest)
-    check_probes(second.files, second.manifest, upgrades=[])
+    check_probes(second.local_files, second.manifest)
+    check_probes(second.local_files, second.manifest, upgrades=[])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_an_output_that_differs_is_named(name: str, second: Draft) -> None:
         arrays[name][-1, -1] += 2e-4
 
     with pytest.raises(VerificationError, match=name):
-        check_probes(second.files, changed(second, shift))
+        check_probes(second.local_files, changed(second, shift))
 
 
 @pytest.mark.parametrize("name", ["image", "embedding", "side", "upgrade_1/embedding"])
@@ -60,7 +60,7 @@ def test_missing_and_empty_probes_are_no_proof(name: str, emptied: bool, second:
             arrays[name] = array[:0]
 
     with pytest.raises(VerificationError, match=name):
-        check_probes(second.files, changed(second, spoil))
+        check_probes(second.local_files, changed(second, spoil))
 
 
 @pytest.mark.parametrize("name", ["image", "upgrade_1/embedding", "upgrade_1/side"])
@@ -69,7 +69,7 @@ def test_probes_that_a_model_cannot_read_refuse_the_release(name: str, second: D
         arrays[name] = arrays[name][:, :-1]
 
     with pytest.raises(VerificationError, match=r"golden probe \S+ \(a test input .* expected"):
-        check_probes(second.files, changed(second, cut))
+        check_probes(second.local_files, changed(second, cut))
 
 
 def test_expected_values_that_are_no_numbers_never_agree(second: Draft) -> None:
@@ -77,7 +77,7 @@ def test_expected_values_that_are_no_numbers_never_agree(second: Draft) -> None:
         arrays["embedding"][:] = np.nan
 
     with pytest.raises(VerificationError, match="embedding"):
-        check_probes(second.files, changed(second, blind))
+        check_probes(second.local_files, changed(second, blind))
 
 
 def test_an_int8_twin_that_is_off_is_refused(second: Draft, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_int8_twin_that_is_off_is_refused(second: Draft, tmp_path: Path) -> N
     )
     manifest = second.manifest.model_copy(update={"upgrades": (upgrade,)})
     with pytest.raises(VerificationError, match="upgrade_1 int8"):
-        check_probes(second.files, manifest)
+        check_probes(second.local_files, manifest)
 
 
 def test_a_device_checks_what_it_has(second: Draft, tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_a_device_checks_what_it_has(second: Draft, tmp_path: Path) -> None:
 
 
 def test_pickles_are_not_read(second: Draft, tmp_path: Path) -> None:
-    path = second.files[probes_path(2)]
+    path = second.local_files[probes_path(2)]
     np.savez(path, image=np.array([{"evil": 1}], dtype=object))
     file = published(path.parent, probes_path(2))
     probes = second.manifest.probes.model_copy(update={"file": file})
     manifest = second.manifest.model_copy(update={"probes": probes})
     with pytest.raises(VerificationError, match="golden probes"):
-        check_probes(second.files, manifest)
+        check_probes(second.local_files, manifest)

@@ -46,7 +46,7 @@ def test_releases_are_published_and_verified_by_a_reader(tmp_path: Path) -> None
     for one in drafts:
         done = publish(repo, one)
         assert not done.dry_run
-        assert all((repo / path).stat().st_size == size for path, size in done.files.items())
+        assert all((repo / path).stat().st_size == size for path, size in done.file_sizes.items())
     assert seen(repo, tmp_path / "state") == {1: None, 2: None, 3: None}
     trust = TrustedFolder(repo, tmp_path / "state")
     for one in drafts:
@@ -99,8 +99,8 @@ instance_group [ { count: 1 } ]
 def test_the_first_publish_makes_private_keys_and_says_so(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     first, second = chain(tmp_path, 2)
-    assert publish(repo, first).new_keys == tmp_path / "repo.keys"
-    assert publish(repo, second).new_keys is None
+    assert publish(repo, first).new_key_folder == tmp_path / "repo.keys"
+    assert publish(repo, second).new_key_folder is None
     assert stat.S_IMODE((tmp_path / "repo.keys").stat().st_mode) == 0o700
     for key in (tmp_path / "repo.keys").iterdir():
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -116,7 +116,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path) -> None:
     before = content(tmp_path)
     planned = publish(repo, second, dry_run=True)
     assert content(tmp_path) == before
-    assert publish(repo, second).files == planned.files
+    assert publish(repo, second).file_sizes == planned.file_sizes
     with pytest.raises(AlreadyExistsError):
         publish(repo, second, dry_run=True)
 
@@ -142,7 +142,7 @@ def test_a_carried_side_encoder_is_not_published_twice(tmp_path: Path) -> None:
     second = draft(tmp_path / "drafts", 2, [first.manifest], side="carries")
     publish(repo, first)
     done = publish(repo, second)
-    assert not any("side_encoder" in path for path in done.files)
+    assert not any("side_encoder" in path for path in done.file_sizes)
     assert seen(repo, tmp_path / "state") == {1: None, 2: None}
     assert verify_publication(repo).releases == (1, 2)
 
@@ -153,7 +153,7 @@ def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
     assert published is not None
     file = published.model_copy(update={"path": "embedder_9/1/model.onnx"})
     spec = first.manifest.embedder.model_copy(update={"file": file})
-    files = {**first.files, file.path: first.files[manifest.embedder_path(1)]}
+    files = {**first.local_files, file.path: first.local_files[manifest.embedder_path(1)]}
     wrong = Draft(first.manifest.model_copy(update={"embedder": spec}), files)
     with pytest.raises(VerificationError, match="expected the file embedder_1"):
         publish(tmp_path / "repo", wrong)
@@ -204,13 +204,13 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text("half")
     (tmp_path / "repo.staging" / "deep").mkdir(parents=True)
-    assert verify_publication(repo).leftovers == (
+    assert verify_publication(repo).leftover_files == (
         "99.snapshot.json", "99.targets.json", "embedder_2", "release-2.json", "text_encoder_2",
         "upgrade_1_to_2",
     )  # fmt: skip
     publish(repo, second)
     assert seen(repo, tmp_path / "state") == {1: None, 2: None}
-    assert verify_publication(repo).leftovers == ()
+    assert verify_publication(repo).leftover_files == ()
     assert {"README.md", ".gitkeep", "notes"} <= {path.name for path in repo.iterdir()}
     assert not (repo / "99.targets.json").exists()
 

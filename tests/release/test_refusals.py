@@ -18,22 +18,22 @@ pytestmark = pytest.mark.usefixtures("near_gate")
 
 
 def change(**update: object) -> Callable[[Draft], Draft]:
-    return lambda one: Draft(one.manifest.model_copy(update=update), one.files)
+    return lambda one: Draft(one.manifest.model_copy(update=update), one.local_files)
 
 
 def change_upgrade(**update: object) -> Callable[[Draft], Draft]:
     def changed(one: Draft) -> Draft:
         upgrade = one.manifest.upgrades[0].model_copy(update=update)
-        return Draft(one.manifest.model_copy(update={"upgrades": (upgrade,)}), one.files)
+        return Draft(one.manifest.model_copy(update={"upgrades": (upgrade,)}), one.local_files)
 
     return changed
 
 
 def damage(path: str) -> Callable[[Draft], Draft]:
     def damaged(one: Draft) -> Draft:
-        data = bytearray(one.files[path].read_bytes())
+        data = bytearray(one.local_files[path].read_bytes())
         data[-20] ^= 1
-        one.files[path].write_bytes(data)
+        one.local_files[path].write_bytes(data)
         return one
 
     return damaged
@@ -41,7 +41,7 @@ def damage(path: str) -> Callable[[Draft], Draft]:
 
 def lose(path: str) -> Callable[[Draft], Draft]:
     def lost(one: Draft) -> Draft:
-        return Draft(one.manifest, {p: file for p, file in one.files.items() if p != path})
+        return Draft(one.manifest, {p: file for p, file in one.local_files.items() if p != path})
 
     return lost
 

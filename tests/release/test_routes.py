@@ -61,11 +61,11 @@ def test_direct_or_chained_whichever_keeps_more(templates: dict[int, Manifest]) 
     assert route is not None
     assert route.releases == (1, 2, 3)
     assert route.retention == pytest.approx(0.99 * 0.98)
-    assert not route.end_to_end
+    assert not route.is_measured_end_to_end
     # A measurement of the whole chain counts more than the product of its parts.
     route = planned(life(templates, edges, {(1, 2, 3): 0.9}), 1, 3)
     assert route is not None
-    assert (route.releases, route.retention, route.end_to_end) == ((1, 3), 0.96, True)
+    assert (route.releases, route.retention, route.is_measured_end_to_end) == ((1, 3), 0.96, True)
 
 
 def test_the_newest_is_reached_across_skipped_releases(templates: dict[int, Manifest]) -> None:
@@ -89,7 +89,7 @@ def test_unmeasured_routes_come_last(templates: dict[int, Manifest]) -> None:
     assert route.releases == (1, 2, 3)
     route = planned(life(templates, {(1, 2): None, (2, 3): 0.6, (1, 3): None}), 1, 3)
     assert route is not None
-    assert (route.releases, route.retention, route.end_to_end) == ((1, 3), None, False)
+    assert (route.releases, route.retention, route.is_measured_end_to_end) == ((1, 3), None, False)
 
 
 def test_nothing_to_do_no_way_and_no_such_release(templates: dict[int, Manifest]) -> None:
@@ -140,7 +140,7 @@ def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upg
     assert planned_from_1(declared, old.space) == Route((), None, False)
     found = planned_from_1(measured, old.space)
     assert found is not None
-    assert (found.releases, found.end_to_end) == ((), True)
+    assert (found.releases, found.is_measured_end_to_end) == ((), True)
     assert found.retention == pytest.approx(0.75)
     both = life(templates, {(1, 3): 0.1})
     both[3] = both[3].model_copy(update={"searches_directly": (old.space,)})
@@ -224,7 +224,7 @@ def test_a_chain_leads_where_the_new_model_would(int8: bool, tmp_path: Path) -> 
     for number in (2, 3):
         drafts.append(draft(tmp_path, number, [drafts[-1].manifest], int8=True))
     manifests = {one.manifest.release: one.manifest for one in drafts}
-    files = {path: file for one in drafts for path, file in one.files.items()}
+    files = {path: file for one in drafts for path, file in one.local_files.items()}
     route = planned(manifests, 1, 3)
     assert route is not None
     pixels = images(9)
@@ -234,9 +234,9 @@ def test_a_chain_leads_where_the_new_model_would(int8: bool, tmp_path: Path) -> 
     tolerance = 0.1 if int8 else 1e-5
     native = open_embedder(files, manifests[3])
     np.testing.assert_allclose(got.embedding, native.run(pixels), atol=tolerance)
-    assert got.side is not None
+    assert got.side_information is not None
     expected_side = open_side_encoder(files, manifests[3]).run(pixels)
-    np.testing.assert_allclose(got.side, expected_side, atol=tolerance)
+    np.testing.assert_allclose(got.side_information, expected_side, atol=tolerance)
     # Each step tells the L1 norm of the side-information that it read; the blocks keep it.
     assert got.uncertainty is not None
     rough = 2 * np.abs(side).sum(axis=1)

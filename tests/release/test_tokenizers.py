@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nobackfill.errors import DefectiveTokenizerError, InvalidInputError, VerificationError
-from nobackfill.release.publishing.declaration import Declaration, tokenizer_bytes
+from nobackfill.release.publishing.declaration import Declaration, read_tokenizer
 from nobackfill.release.trial import try_release
 from nobackfill.text import BatchTokenizer
 from tests.support import text_releases
@@ -81,17 +81,17 @@ def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
 
 def test_a_tokenizer_that_takes_the_probes_alone_is_refused_in_the_trial(tmp_path: Path) -> None:
     sound = text_releases.draft(tmp_path / "sound", 1)
-    try_release(sound.files, sound.manifest)
+    try_release(sound.local_files, sound.manifest)
     bad = text_releases.draft(tmp_path / "bad", 1, splits=ENDLESS)
     with pytest.raises(VerificationError, match=r"retry-limit.*a sound tokenizer\.json"):
-        try_release(bad.files, bad.manifest)
+        try_release(bad.local_files, bad.manifest)
 
 
 @pytest.mark.long
 def test_a_tokenizer_that_takes_any_memory_is_refused_in_the_trial(tmp_path: Path) -> None:
     draft = text_releases.draft(tmp_path / "bad", 1, grows="q")
     with pytest.raises(VerificationError, match="crash the process that loads them"):
-        try_release(draft.files, draft.manifest)
+        try_release(draft.local_files, draft.manifest)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", r'{"a": "\ud800"}'])
@@ -99,5 +99,5 @@ def test_a_broken_tokenizer_cannot_read_lower_case(tmp_path: Path, content: str)
     file = tmp_path / "tokenizer.json"
     file.write_text(content)
     with pytest.raises(InvalidInputError, match=r"be read as a tokenizer\.json"):
-        tokenizer_bytes(file, Declaration(lower_case=True))
-    assert tokenizer_bytes(file, Declaration()) == content.encode()
+        read_tokenizer(file, Declaration(lower_case=True))
+    assert read_tokenizer(file, Declaration()) == content.encode()

@@ -66,17 +66,17 @@ def trials() -> list[Path]:
 def with_embedder(made: Draft, change: Callable[[onnx.ModelProto], None]) -> Draft:
     """The same release, validly described, with another embedder."""
     path = manifest.embedder_path(1)
-    model = onnx.load(made.files[path])
+    model = onnx.load(made.local_files[path])
     change(model)
-    graphs.save(model, made.files[path])
-    folder = made.files[path].parents[2]
+    graphs.save(model, made.local_files[path])
+    folder = made.local_files[path].parents[2]
     embedder = made.manifest.embedder.model_copy(update={"file": published(folder, path)})
     update = {"embedder": embedder, "space": release_space_id(embedder)}
     return replace(made, manifest=made.manifest.model_copy(update=update))
 
 
 def tried(made: Draft) -> None:
-    try_release(made.files, made.manifest)
+    try_release(made.local_files, made.manifest)
 
 
 def filled(elements: int) -> Callable[[onnx.ModelProto], None]:
@@ -101,7 +101,7 @@ def filled(elements: int) -> Callable[[onnx.ModelProto], None]:
 @pytest.mark.slow
 def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try_release(first.files, first.manifest)
+    try_release(first.local_files, first.manifest)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
@@ -109,10 +109,10 @@ def with_upgrade(tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> D
     """Release 2 with an upgrade from 1, validly described, that computes something else as well."""
     made = draft(tmp_path, 2, [draft(tmp_path, 1).manifest])
     path = manifest.upgrade_path(1, 2)
-    model = onnx.load(made.files[path])
+    model = onnx.load(made.local_files[path])
     change(model)
-    graphs.save(model, made.files[path])
-    folder = made.files[path].parents[2]
+    graphs.save(model, made.local_files[path])
+    folder = made.local_files[path].parents[2]
     (upgrade,) = made.manifest.upgrades
     upgrades = (upgrade.model_copy(update={"file": published(folder, path)}),)
     return replace(made, manifest=made.manifest.model_copy(update={"upgrades": upgrades}))
@@ -165,7 +165,7 @@ def test_arithmetic_on_denormals_takes_no_longer(tmp_path: Path) -> None:
 
     made = with_upgrade(tmp_path, chain)
     (upgrade,) = made.manifest.upgrades
-    model = open_upgrade(made.files, made.manifest, upgrade)
+    model = open_upgrade(made.local_files, made.manifest, upgrade)
     vectors = graphs.into_block(np.eye(graphs.BLOCK, dtype=np.float32), 1)
     side = np.ones((CHUNK_ROWS, upgrade.from_side_dim), np.float32)
 
@@ -205,7 +205,7 @@ def test_files_of_the_folder_at_hand_are_none_of_its_modules(
     for name in ("json", "onnx"):
         (here / f"{name}.py").write_text(f"open({str(here / 'ran')!r}, 'w'); 1 / 0")
     monkeypatch.chdir(here)
-    try_release(first.files, first.manifest)
+    try_release(first.local_files, first.manifest)
     assert not (here / "ran").exists()
 
 
@@ -237,10 +237,10 @@ def test_the_forked_children_of_other_rooms_are_tried_alike(
     first: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with forked():
-        monkeypatch.chdir(next(iter(first.files.values())).parent)
+        monkeypatch.chdir(next(iter(first.local_files.values())).parent)
         tried(first)
-        here = {path: Path(os.path.relpath(file)) for path, file in first.files.items()}
-        tried(replace(first, files=here))
+        here = {path: Path(os.path.relpath(file)) for path, file in first.local_files.items()}
+        tried(replace(first, local_files=here))
         with pytest.raises(VerificationError, match=r"golden probe embedding: .* differ"):
             tried(with_embedder(first, shift))
         monkeypatch.setattr(trial, "MEMORY_BYTES", 2**20)
@@ -252,7 +252,7 @@ def test_the_forked_children_of_other_rooms_are_tried_alike(
 def test_time_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WALL_SECONDS", 0.01)
     with pytest.raises(VerificationError, match="took more than"):
-        try_release(first.files, first.manifest)
+        try_release(first.local_files, first.manifest)
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
         raise EnoughError
 
     with pytest.raises(EnoughError):
-        try_release(first.files, first.manifest, poll=enough)
+        try_release(first.local_files, first.manifest, poll=enough)
     assert trials() == []
 
 
@@ -272,9 +272,9 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
 @pytest.mark.slow
 def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> None:
     path = manifest.probes_path(1)
-    target = first.files[path]
+    target = first.local_files[path]
     np.savez_compressed(target, image=np.zeros((2**17, graphs.SIZE, graphs.SIZE, 64), np.uint8))
     assert target.stat().st_size < 2**20
     probes = first.manifest.probes.model_copy(update={"file": describe_file(path, target)})
     with pytest.raises(VerificationError, match="at most"):
-        try_release(first.files, first.manifest.model_copy(update={"probes": probes}))
+        try_release(first.local_files, first.manifest.model_copy(update={"probes": probes}))

@@ -18,7 +18,7 @@ from nobackfill.report.comparison import (
     Flips,
     compare,
     find_flips,
-    matrix_of_pictures,
+    matrix_from_pictures,
     predecessor,
     retention_percent,
 )
@@ -78,7 +78,7 @@ def test_hits_are_the_nearest_others(comparison: Comparison) -> None:
 def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
     comparison: Comparison,
 ) -> None:
-    matrix = matrix_of_pictures(comparison.cells)
+    matrix = matrix_from_pictures(comparison.cells)
     # Orthogonal blocks: every distance is the same, so nothing is near.
     assert matrix["new", "old"].map < 30
     assert retention_percent(matrix) == pytest.approx(100, abs=0.1)
@@ -116,9 +116,9 @@ def test_pictures_alone_in_their_class_are_no_searches(comparison: Comparison) -
     before, after = (cells[name].cmc1 for name in ("old/old", "new/served"))
     before[4:8], after[4:8] = 1, 0
     changed = find_flips(replace(comparison, cells=cells))
-    assert changed.answerable == 20
-    assert changed.worsened_percent == pytest.approx(100 * len(changed.worsened) / 20)
-    assert set(changed.worsened) >= {4, 5, 6, 7}
+    assert changed.answerable_count == 20
+    assert changed.worsened_percent == pytest.approx(100 * len(changed.worsened_rows) / 20)
+    assert set(changed.worsened_rows) >= {4, 5, 6, 7}
 
 
 def test_it_measures_the_int8_upgrade_that_is_run_by_default(

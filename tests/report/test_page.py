@@ -125,7 +125,7 @@ def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: 
 def test_a_report_leads_to_pages_alone() -> None:
     for wrong in ("javascript:alert(1)", "127.0.0.1:9465", "file:///etc/passwd", " http://x"):
         with pytest.raises(InvalidInputError, match="that `gateway serve --console` or"):
-            RunningPages(console=wrong).links(2)
+            RunningPages(console_address=wrong).links(2)
     assert RunningPages().links(2) == []
 
 

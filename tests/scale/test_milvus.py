@@ -71,7 +71,7 @@ def test_what_was_told_a_moment_ago_is_found(engine: MilvusEngine) -> None:
     assert isinstance(store, MilvusGallery)
     store.put(ids(COUNT), [NewVectors(ONE, vectors(COUNT, 1))])
     near = engine.searcher(store, ONE)
-    number = store.space(ONE).number
+    number = store.space(ONE).table_number
     before = 0
     for turn, vector in enumerate(vectors(20, 77)):
         put = store.put([f"new-{turn}"], [NewVectors(ONE, vector[None])])

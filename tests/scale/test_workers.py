@@ -64,11 +64,11 @@ def test_a_killed_process_loses_doubles_and_revives_nothing(
         try:
             # Stopped, it leaves the rest for the next time.
             halted = carried.upgrade(workers, lambda _: None, lambda: True)
-            assert halted.stopped and halted.writes == 0
+            assert halted.was_stopped and halted.written_count == 0
             outcome = carried.upgrade(workers, on_progress)
-            assert not outcome.stopped and outcome.left_behind == 0
+            assert not outcome.was_stopped and outcome.left_behind_count == 0
             carried.check()
-            assert told[-1].complete <= told[-1].total and len(told) >= COUNT // PIECE
+            assert told[-1].complete_count <= told[-1].item_count and len(told) >= COUNT // PIECE
         finally:
             workers.close()
             carried.database.close()
@@ -96,7 +96,7 @@ def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
 
         try:
             outcome = carried.upgrade(workers, on_progress)
-            assert not outcome.stopped and outcome.left_behind == 0
+            assert not outcome.was_stopped and outcome.left_behind_count == 0
             carried.check()
             assert len(told) >= COUNT // PIECE
             # The cluster itself notices after a while.

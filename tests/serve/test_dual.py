@@ -57,7 +57,7 @@ def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
         assert right >= len(QUERIES) - 1
         assert max(model.times.values()) == 1
         done = found.progress()
-        assert (done.gallery_items, done.native_items, done.claimed_today) == (
+        assert (done.gallery_item_count, done.native_item_count, done.claimed_today_count) == (
             300,
             len(model.times),
             len(model.times),
@@ -71,7 +71,7 @@ def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
         assert odds == sorted(odds, reverse=True)
     # Another process finds them again.
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
-        assert found.progress().native_items == len(before)
+        assert found.progress().native_item_count == len(before)
         ask(found, 0)
         assert model.times == before
 
@@ -208,7 +208,7 @@ def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:
         assert max(model.times.values()) == 1
         assert model.most_at_once <= 2
         # A second process with the same file is kept off by the claims.
-        assert found.progress().native_items == len(model.times)
+        assert found.progress().native_item_count == len(model.times)
 
 
 def test_who_is_late_is_ranked_by_what_there_is_and_kept_all_the_same(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_who_is_late_is_ranked_by_what_there_is_and_kept_all_the_same(tmp_path: 
         assert len(answer.hits) == 10
         assert time.monotonic() - begun < 30
         wait_until(
-            lambda: found.progress().native_items >= 90, seconds=30, what="late hits are kept"
+            lambda: found.progress().native_item_count >= 90, seconds=30, what="late hits are kept"
         )
 
 
@@ -234,7 +234,7 @@ def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
     ) as found:
         ask(found, 2)
         ask(found, 2)
-        assert found.progress().native_items == sum(model.times.values()) == 7
+        assert found.progress().native_item_count == sum(model.times.values()) == 7
         assert found.heal(50) == 0
         monkeypatch.setattr(reembedding, "today_utc", lambda: "2031-01-01")
         wanted = set(by(MADE.old, MADE.queries_old[2])[:100])
@@ -275,9 +275,9 @@ def test_one_bad_item_takes_no_other_along(tmp_path: Path) -> None:
         assert len(ask(found, 0)) == 10
         cost = found.progress().cost
         assert bad not in model.times
-        assert cost.failed_items == 1
+        assert cost.failed_count == 1
         assert "moon" in cost.last_failure
-        assert found.progress().native_items == 99
+        assert found.progress().native_item_count == 99
         # It is tried again, and others have their turn all the same.
         assert found.heal(50) == 50
 
@@ -368,11 +368,11 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
             wait_until(lambda: len(probe) > 0, seconds=60, what="the first batch is kept")
             process.send_signal(signal.SIGKILL)
             process.wait()
-            native = {name for name, _ in probe.page_of_ids("", 1000)}
+            native = {name for name, _ in probe.list_ids("", 1000)}
     assert 0 < len(native) < 100
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
-        assert found.progress().native_items == len(native)
+        assert found.progress().native_item_count == len(native)
         answer = found.search(MADE.queries_old[5], MADE.queries_new[5])
         assert answer.native_share == 1
         assert max(model.times.values()) == 1

@@ -24,15 +24,15 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
     """Each of two builds waits for the other, and uses half; alone, a build uses all."""
     build, both, shares = hnsw.build_index, threading.Barrier(2), []
 
-    def together(*args: Any, threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
+    def together(*args: Any, count_threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
         both.wait(WAIT_S)
-        shares.append(threads())
+        shares.append(count_threads())
         both.wait(WAIT_S)
-        return build(*args, threads=threads, **options)
+        return build(*args, count_threads=count_threads, **options)
 
-    def alone(*args: Any, threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
-        shares.append(threads())
-        return build(*args, threads=threads, **options)
+    def alone(*args: Any, count_threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
+        shares.append(count_threads())
+        return build(*args, count_threads=count_threads, **options)
 
     monkeypatch.setattr(hnsw, "build_index", together)
     with (

@@ -141,7 +141,7 @@ def test_swaps_and_a_rolling_restart_fail_no_call(fleet: Fleet, clients: list[Cl
     assert set(crowd.answers) == {1, 2}
     # What one announced, all say, restarted or not.
     old = embedding(both[0], PICTURES[1])
-    ends = {client.find_by(old).space_ends for client in clients}
+    ends = {client.find_by(old).space_end_time for client in clients}
     assert len(ends) == 1 and None not in ends
 
 

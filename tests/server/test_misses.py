@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.manifest import Manifest, embedder_model
+from nobackfill.release.manifest import Manifest, embedder_model_name
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.models import TritonModels
@@ -152,13 +152,15 @@ def test_what_triton_does_not_unload_in_time_is_unloaded_later(
     monkeypatch.setattr("nobackfill.server.triton.models._UNLOAD_EVERY_S", 0.2)
     for manifest in (one, two):
         models.load(manifest)
-    assert client.model_ready(embedder_model(2), 10)
+    assert client.model_ready(embedder_model_name(2), 10)
     os.kill(pid, signal.SIGSTOP)
     models.unload(2)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not client.model_ready(embedder_model(2), 10), "release 2 is still loaded")
+    wait_until(
+        lambda: not client.model_ready(embedder_model_name(2), 10), "release 2 is still loaded"
+    )
     wait_until(models.is_ready, "Triton is not ready again")
-    assert client.model_ready(embedder_model(1), 10)
+    assert client.model_ready(embedder_model_name(1), 10)
     # One that is gone already, or that was never there, is no error.
-    client.unload(embedder_model(2), 10)
-    client.unload(embedder_model(7), 10)
+    client.unload(embedder_model_name(2), 10)
+    client.unload(embedder_model_name(7), 10)

@@ -192,7 +192,7 @@ def test_old_queries_are_answered_until_the_end(
     answer = client.find_by(old)
     assert (answer.release, answer.space, answer.hits[0].id) == (1, one.space, "i1")
     # Whoever asks is told until when, and so is whoever looks.
-    end = answer.space_ends
+    end = answer.space_end_time
     assert end is not None
     assert 3000 < end.timestamp() - time.time() <= 3600
     ends = [one.ends_at for one in client.list_releases() if one.HasField("ends_at")]
@@ -200,7 +200,7 @@ def test_old_queries_are_answered_until_the_end(
     spaces = {space.release: space for space in client.get_gallery("g").spaces}
     assert spaces[1].ends_at.ToDatetime(UTC) == end
     assert not spaces[2].HasField("ends_at")
-    assert client.find(images(4)[1]).space_ends is None
+    assert client.find(images(4)[1]).space_end_time is None
     wide = CliRunner(env={"COLUMNS": "200"})
     status = wide.invoke(app, ["status", "--server", gateway.address])
     assert "1: 4 previous until 20" in status.stdout
@@ -217,7 +217,7 @@ def test_old_queries_are_answered_until_the_end(
     # The end was that of one swap; the next announces none.
     client.rollback(confirm=True)
     assert client.find_by(old).release == 1
-    assert client.find_by(old).space_ends is None
+    assert client.find_by(old).space_end_time is None
     client.swap(2)
     assert client.find_by(old).release == 1
     client.retire()

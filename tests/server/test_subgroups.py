@@ -41,7 +41,7 @@ def ready(client: Client, repo: Path, stages: Stages) -> Client:
 
 def watched(client: Client, key: str = "kind") -> upgrade_pb2.UpgradeProgress:
     """The first progress that is told."""
-    return next(client.watch_upgrade("g", by=key))
+    return next(client.watch_upgrade("g", by_key=key))
 
 
 def cmc1(quality: upgrade_pb2.SubgroupQuality, probes: int) -> Mapping[str, float]:

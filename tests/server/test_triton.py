@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc.service_pb2 import SystemSharedMemoryStatusRequest
 
 from nobackfill.errors import UnavailableError
-from nobackfill.release.manifest import Manifest, embedder_model
+from nobackfill.release.manifest import Manifest, embedder_model_name
 from nobackfill.server.triton import client as shared_memory_module
 from nobackfill.server.triton import process as process_module
 from nobackfill.server.triton.client import TritonClient
@@ -172,7 +172,7 @@ def test_pixels_come_by_memory_and_none_is_left(
     served: Served, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory_module, "_MIN_BYTES", 1)
-    pixels, name = images(20), embedder_model(one.release)
+    pixels, name = images(20), embedder_model_name(one.release)
     inputs = {"image": pixels}
     folder = os.open(served.log.parent / "data" / "triton", os.O_PATH)
     address = f"unix:/proc/{os.getpid()}/fd/{folder}/grpc:1"

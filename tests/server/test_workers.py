@@ -74,7 +74,7 @@ def test_what_a_worker_wrote_before_it_ended_is_told_as_well(
             done = WorkerUpgrades(workers, stages[2]).run(
                 carried.store, carried.route, carried.target, lambda _: None, lambda: False
             )
-            assert done.left_behind == 0 and done.writes == 25
+            assert done.left_behind_count == 0 and done.written_count == 25
             told = {label for change in changed for label in change.metadata_labels.tolist()}
             assert told == set(carried.store.load_vectors(carried.target.space)[0].tolist())
         finally:

@@ -33,7 +33,7 @@ def two(tmp_path: Path) -> Iterator[tuple[NativeVectorFile, NativeVectorFile]]:
 def held(natives: NativeVectorFile) -> set[str]:
     """Return the ids that natives answer with; each way to ask must give the same."""
     by_id = natives.read_vectors([*IDS, "e"])
-    assert set(natives.nearest(query(0), 9)) == by_id.keys()
+    assert set(natives.nearest_ids(query(0), 9)) == by_id.keys()
     assert len(natives) == len(by_id)
     return set(by_id)
 
@@ -44,19 +44,19 @@ def query(row: int) -> Vectors:
 
 def test_a_deletion_by_another_is_followed(two: tuple[NativeVectorFile, NativeVectorFile]) -> None:
     one, other = two
-    one.forget(["a", "unknown"])
-    assert other.nearest(query(0), 1) != ["a"]
+    one.delete_vectors(["a", "unknown"])
+    assert other.nearest_ids(query(0), 1) != ["a"]
     assert held(other) == held(one) == {"b", "c", "d"}
     one.delete_outdated({"b": DIGESTS[1], "c": DIGESTS[0]})
     assert held(other) == {"c", "d"}
-    other.forget(["c", "d"])
+    other.delete_vectors(["c", "d"])
     assert held(one) == held(other) == set()
 
 
 @pytest.mark.parametrize("count", [0, -1, -9])
 def test_no_hits_are_asked_for(two: tuple[NativeVectorFile, NativeVectorFile], count: int) -> None:
     """A negative count gave one id, or numpy's error."""
-    assert two[0].nearest(query(0), count) == []
+    assert two[0].nearest_ids(query(0), count) == []
 
 
 def test_a_deletion_hides_behind_no_addition(
@@ -64,10 +64,10 @@ def test_a_deletion_hides_behind_no_addition(
 ) -> None:
     """As many were added as deleted, and an item came back with another vector."""
     one, other = two
-    one.forget(["a", "b"])
+    one.delete_vectors(["a", "b"])
     one.store_vectors(["e", "b"], DIGESTS[:2], VECTORS[:2])
     assert held(other) == {"b", "c", "d", "e"}
-    assert other.nearest(query(0), 1) == ["e"]
+    assert other.nearest_ids(query(0), 1) == ["e"]
     assert np.array_equal(other.read_vectors(["b"])["b"].vector, VECTORS[1])
 
 
@@ -76,10 +76,10 @@ def test_a_deletion_while_the_file_was_closed_is_followed(
 ) -> None:
     one, other = two
     other.close()
-    one.forget(["d"])
+    one.delete_vectors(["d"])
     assert held(other) == {"a", "b", "c"}
     other.close()
-    one.forget(["c"])
+    one.delete_vectors(["c"])
     one.store_vectors(["e"], DIGESTS[:1], VECTORS[:1])
     assert held(other) == {"a", "b", "e"}
 
@@ -93,7 +93,7 @@ def test_many_deletions_leave_no_row_in_memory(tmp_path: Path) -> None:
         closing(NativeVectorFile(path, "model", DIM)) as other,
     ):
         one.store_vectors(ids, [digest_old_vector(vector) for vector in vectors], vectors)
-        assert len(other.nearest(query(0), 9)) == 9
-        one.forget(ids[5:])
-        found = other.nearest(query(0), 9, "inner_product")
+        assert len(other.nearest_ids(query(0), 9)) == 9
+        one.delete_vectors(ids[5:])
+        found = other.nearest_ids(query(0), 9, "inner_product")
         assert found == [ids[row] for row in np.argsort(-vectors[:5, 0], kind="stable")]

@@ -75,7 +75,7 @@ def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> No
         for first in (0, 100, 200):
             again.reembed(named(range(first, first + 100)))
         assert len(again.kept) == again.spent == 3 * 12
-        assert (again.cost.embedded_items, again.cost.failed_items, again.cost.last_failure) == (
+        assert (again.cost.embedded_count, again.cost.failed_count, again.cost.last_failure) == (
             36,
             0,
             "",
@@ -93,7 +93,7 @@ def test_what_fits_in_no_query_fails(ledger: LedgerFile[str]) -> None:
     large = FunctionItems(lambda name: "x" * 4 * SIZE, "text")
     with closing(Keeping(large, limits, ledger)) as again:
         again.reembed(named(range(1)))
-        assert (again.cost.failed_items, again.spent, again.wanted) == (1, 0, set())
+        assert (again.cost.failed_count, again.spent, again.wanted) == (1, 0, set())
         assert "expected at most" in again.cost.last_failure
 
 

@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 @pytest.mark.parametrize("name", every_fifth(BEHAVIOURS))
 def test_no_behaviour_of_a_host_holds_a_reader_or_a_thread(name: str) -> None:
     with evil_host(BEHAVIOURS[name]) as address:
-        items = UrlItems(f"{address}{{id}}", ["127.0.0.1"], timeout=0.6)
+        items = UrlItems(f"{address}{{id}}", ["127.0.0.1"], timeout_seconds=0.6)
         with suppress(NobackfillError):
             assert isinstance(items.read("a", 1000), bytes)
         # Also where the host goes on for ever.

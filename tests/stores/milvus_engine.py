@@ -52,4 +52,4 @@ class MilvusEngine(PostgresqlEngine):
 
     def collection(self, store: GalleryStore, space: str) -> str:
         assert isinstance(store, PostgresqlGallery)
-        return collection_name(self.known, store.schema, store.space(space).number)
+        return collection_name(self.known, store.schema, store.space(space).table_number)

@@ -49,13 +49,13 @@ def put_and_delete(store: PostgresqlGallery) -> None:
 
 
 def reached(store: PostgresqlGallery, space: str = TWO) -> int:
-    number = store.space(space).number
+    number = store.space(space).table_number
     return store.database.read(lambda connection: read_frontier(connection, store.schema, number))
 
 
 def truly_lacking(store: PostgresqlGallery, space: str = TWO) -> list[int]:
     """Labels without a vector, by a join of all."""
-    table = schema.table_name(store.schema, store.space(space).number)
+    table = schema.table_name(store.schema, store.space(space).table_number)
     query = (
         f"SELECT i.label FROM {store.schema}.items i LEFT JOIN {table} v ON v.label = i.label"
         " WHERE v.label IS NULL ORDER BY i.label"
@@ -116,7 +116,7 @@ def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
             case 6 | 7:
                 store.advance_frontier((ONE, TWO)[rng.integers(0, 2)])
             case 8 | 9:
-                run_upgrade(store, Linear(reads_side=False), spec(2), chunk_items=3)
+                run_upgrade(store, Linear(reads_side=False), spec(2), items_per_chunk=3)
             case 10:
                 put(store, name, TWO, digest=f"only in the new one {turn}")
             case _:

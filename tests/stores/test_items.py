@@ -35,7 +35,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(engine: Engine) -
     ]  # fmt: skip
     new = NewVectors(ONE, embedding, side)
     result = store.put(ids(50), [new], digests=[f"d{n}" for n in range(50)], metadata=metadata)
-    assert result.changed.all() and len(set(result.labels.tolist())) == 50
+    assert result.changed_mask.all() and len(set(result.labels.tolist())) == 50
     store = engine.open_again(store)
     labels, loaded = store.load_vectors(ONE)
     np.testing.assert_array_equal(labels, result.labels)
@@ -58,12 +58,12 @@ def test_other_content_gets_a_new_label_and_the_same_changes_nothing(engine: Eng
     first = store.put(["a", "b"], [NewVectors(ONE, vectors(2, 1))], digests=["x", "y"])
     store.subscribe(heard.append)
     again = store.put(["a", "b"], [NewVectors(ONE, vectors(2, 2))], digests=["x", "y"])
-    assert again.labels.tolist() == first.labels.tolist() and not again.changed.any()
+    assert again.labels.tolist() == first.labels.tolist() and not again.changed_mask.any()
     assert store.load_vectors(ONE)[1].tolist() == vectors(2, 1).tolist()
     third = store.put(["b", "a"], [NewVectors(ONE, vectors(2, 2))], digests=["y", "z"])
-    assert third.changed.tolist() == [False, True] and third.labels[1] > first.labels.max()
+    assert third.changed_mask.tolist() == [False, True] and third.labels[1] > first.labels.max()
     assert store.items([int(first.labels[0])]) == [None]
-    assert store.put(["b"], [NewVectors(ONE, vectors(1, 2))]).changed.all()
+    assert store.put(["b"], [NewVectors(ONE, vectors(1, 2))]).changed_mask.all()
     old_a, old_b = first.labels.tolist()
     assert [change.deleted_labels.tolist() for change in heard] == [[], [old_a], [old_b]]
 
@@ -193,7 +193,7 @@ def test_groups_of_a_key(engine: Engine) -> None:
     new = NewVectors(ONE, vectors(6, 1))
     labels = store.put(ids(6), [new], metadata=metadata).labels.tolist()
     found = {(type(g.value), g.value): g for g in store.group_by_value("c", ONE)}
-    assert {key: group.items for key, group in found.items()} == {
+    assert {key: group.item_count for key, group in found.items()} == {
         (str, "red"): 2, (str, "blue"): 1, (int, 1): 2, (bool, True): 1,
     }  # fmt: skip
     assert found[str, "red"].labels.tolist() == labels[:2]

@@ -31,7 +31,7 @@ def noted(store: PostgresqlGallery) -> dict[int, list[int]]:
 
 
 def pending(store: PostgresqlGallery, *, described: bool) -> list[int]:
-    number = store.space(ONE).number
+    number = store.space(ONE).table_number
     return store.database.read(
         lambda connection: journal.pending_labels(
             connection, store.schema, number, 100, described=described
@@ -45,7 +45,7 @@ def begin(store: PostgresqlGallery) -> None:
 
 def test_every_change_that_a_filter_may_see_is_noted(store: PostgresqlGallery) -> None:
     begin(store)
-    one, two = (store.space(space).number for space in (ONE, TWO))
+    one, two = (store.space(space).table_number for space in (ONE, TWO))
     assert noted(store) == {one: [1, 2, 3]}
     begin(store)
     assert noted(store) == {}
@@ -84,14 +84,14 @@ def test_when_milvus_was_told_is_kept_until_all_is_told_again(store: PostgresqlG
 
     def told() -> int | None:
         return database.read(
-            lambda connection: journal.fed_until(connection, store.schema, info.number)
+            lambda connection: journal.fed_until(connection, store.schema, info.table_number)
         )
 
     assert told() is None
     for moment in (7, 2**62):
 
         def tell(connection: Connection, at: int = moment) -> None:
-            journal.set_fed_until(connection, store.schema, info.number, at)
+            journal.set_fed_until(connection, store.schema, info.table_number, at)
 
         database.write(tell)
         assert told() == moment
@@ -107,7 +107,7 @@ def test_a_journal_that_does_not_know_when_goes_on(store: PostgresqlGallery) -> 
     store.database.write(lambda connection: execute(connection, f"DROP TABLE {store.schema}.told"))
     assert not store.database.read(lambda connection: journal.has_journal(connection, store.schema))
     begin(store)
-    assert noted(store) == {store.space(ONE).number: [3]}
+    assert noted(store) == {store.space(ONE).table_number: [3]}
 
 
 def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> None:
@@ -124,7 +124,7 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
         assert database.read(lambda connection: execute(connection, TRIGGERS).fetchone()) == (0,)
         assert store.delete(["item-0"]) == (to == 2)
     begin(store)
-    assert noted(store) == {store.space(ONE).number: [2, 3]}
+    assert noted(store) == {store.space(ONE).table_number: [2, 3]}
 
 
 def test_a_space_that_a_gateway_without_milvus_began_joins_the_journal(

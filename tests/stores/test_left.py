@@ -85,7 +85,7 @@ def test_the_rest_is_found_whatever_happened(
             case 2:
                 store.delete(some)
             case 3:
-                carry(store, chunk_items=7)
+                carry(store, items_per_chunk=7)
             case _:
                 store.advance_frontier(TWO)
         left = check(store, int(rng.integers(1, 12)))
@@ -104,7 +104,9 @@ def test_a_little_that_is_left_is_not_sought_among_all(
     carry(store)
     put(store, ids(5, 3_000), ONE)
     put(store, ids(9, 3_005), ONE, TWO)
-    old, new = (schema.table_name(store.schema, store.space(space).number) for space in (ONE, TWO))
+    old, new = (
+        schema.table_name(store.schema, store.space(space).table_number) for space in (ONE, TWO)
+    )
     store.database.write(lambda connection: execute(connection, f"ANALYZE {old}, {new}"))
     assert rows_read(store, old) > 3_000, "as many as there are, where nobody has looked"
     store.advance_frontier(TWO)

@@ -54,7 +54,7 @@ def test_an_upgrade_beside_puts_and_deletions_carries_what_is_there(engine: Engi
 
     def carrying() -> None:
         try:
-            run_upgrade(store, linear, spec(2), chunk_items=16)
+            run_upgrade(store, linear, spec(2), items_per_chunk=16)
         finally:
             ended.set()
 

@@ -26,7 +26,7 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
     heard: list[Change] = []
     store.subscribe(heard.append)
     linear = Linear()
-    outcome = run_upgrade(store, linear, spec(2), chunk_items=16)
+    outcome = run_upgrade(store, linear, spec(2), items_per_chunk=16)
     assert outcome == UpgradeOutcome(40, 0, False)
     labels, content = store.load_vectors(ONE)
     np.testing.assert_array_equal(store.load_vectors(TWO)[0], labels)
@@ -72,7 +72,7 @@ def test_a_stopped_upgrade_goes_on_where_it_ended(engine: Engine) -> None:
     store = filled(engine, 40)
     asked = iter(range(100))
     stopped = run_upgrade(
-        store, Linear(), spec(2), chunk_items=10, should_stop=lambda: next(asked) >= 2
+        store, Linear(), spec(2), items_per_chunk=10, should_stop=lambda: next(asked) >= 2
     )
     assert stopped == UpgradeOutcome(20, 20, True)
     store = engine.open_again(store)
@@ -94,7 +94,7 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: UpgradeOrder) ->
             store.put([f"new-{seen}", f"item-{20 + seen}"], [new])
             store.delete([f"item-{seen}"])
 
-    run_upgrade(store, Linear(), spec(2), chunk_items=10, order=order, on_progress=race)
+    run_upgrade(store, Linear(), spec(2), items_per_chunk=10, order=order, on_progress=race)
     run_upgrade(store, Linear(), spec(2))
     assert store.count_left_behind(TWO) == 0
     names = {item.id for item, _ in store.list_page(ONE, 100)[0]}
@@ -106,13 +106,13 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: UpgradeOrder) ->
 def test_items_without_side_information_stay_behind_where_it_is_read(engine: Engine) -> None:
     store = filled(engine, 10)
     store.put(["bare"], [NewVectors(ONE, vectors(1, 9))])
-    assert run_upgrade(store, Linear(), spec(2)).left_behind == 1
-    assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind == 0
+    assert run_upgrade(store, Linear(), spec(2)).left_behind_count == 1
+    assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind_count == 0
 
 
 def test_samples_have_both_vectors(engine: Engine) -> None:
     store = filled(engine, 60)
-    run_upgrade(store, Linear(), spec(2), chunk_items=20)
+    run_upgrade(store, Linear(), spec(2), items_per_chunk=20)
     store.delete(ids(30))
     labels, first, second = store.sample_pairs(ONE, TWO, 12)
     assert 0 < len(labels) <= 12 and (np.diff(labels) > 0).all()
@@ -137,7 +137,10 @@ def test_an_estimate_changes_nothing(engine: Engine) -> None:
     store = filled(engine, 50)
     store.put(["bare"], [NewVectors(ONE, vectors(1, 9))])
     found = store.estimate_upgrade(Linear(), spec(2))
-    assert (found.items, found.left_behind) == (50, 1) and found.bytes > 50 * 4 * DIM
+    assert (found.item_count, found.left_behind_count) == (
+        50,
+        1,
+    ) and found.growth_bytes > 50 * 4 * DIM
     assert states(store) == {1: "active"}
     run_upgrade(store, Linear(), spec(2))
-    assert store.estimate_upgrade(Linear(), spec(2)).items == 0
+    assert store.estimate_upgrade(Linear(), spec(2)).item_count == 0

@@ -32,7 +32,7 @@ def thin(store: PostgresqlGallery, info: SpaceInfo, m: int = 2, construction: in
         execute(connection, f"DROP INDEX IF EXISTS {store.schema}.{name}")
         execute(
             connection,
-            f"CREATE INDEX {name} ON {store.schema}.vectors_{info.number} USING hnsw"
+            f"CREATE INDEX {name} ON {store.schema}.vectors_{info.table_number} USING hnsw"
             f" (embedding vector_l2_ops) WITH (m = {m}, ef_construction = {construction})",
         )
 

@@ -22,7 +22,7 @@ from nobackfill.release import manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.metadata import (
     SigningKeys,
-    next_metadata,
+    make_next_metadata,
     require_signed_metadata,
 )
 from nobackfill.release.publishing.publish import load_signers, put_metadata
@@ -256,7 +256,7 @@ def publish_spoiled(repo: Path, number: int, spoil: Spoil, drafts: Path) -> None
     """The same for any way to spoil it."""
     made = releases.draft(drafts, number, [blocks.manifest(repo, 2)])
     fields = json.loads(made.manifest.model_dump_json())
-    files = {path: local.read_bytes() for path, local in made.files.items()}
+    files = {path: local.read_bytes() for path, local in made.local_files.items()}
     files["of release 2"] = (repo / manifest.embedder_path(2)).read_bytes()
     bad = Bad(number, fields, files)
     spoil(bad)
@@ -276,5 +276,7 @@ def sign(repo: Path, files: dict[str, bytes]) -> None:
         targets[path] = TargetFile.from_data(path, data, ["sha256"])
     put_metadata(
         repo,
-        next_metadata(ledger, targets, load_signers(SigningKeys.of_publication(repo), ledger.root)),
+        make_next_metadata(
+            ledger, targets, load_signers(SigningKeys.of_publication(repo), ledger.root)
+        ),
     )

@@ -73,7 +73,7 @@ class Carried:
         while not ended.wait(0.02) or turn < 5:
             old = self._new(2, 1000 + turn)
             carried = self.runner.run(*_arrays(old))
-            new = NewVectors(self.target.space, carried.embedding, carried.side)
+            new = NewVectors(self.target.space, carried.embedding, carried.side_information)
             # As gateways put once a space is staged: into both.
             self.store.put([f"item-{count - 1 - turn}", f"new-{turn}"], [old, new])
             self.deleted |= {f"item-{turn}", f"new-{turn - 2}"}
@@ -86,7 +86,7 @@ class Carried:
         carried, new = self.store.load_vectors(self.target.space)
         assert carried.tolist() == labels.tolist() and len(labels) == self.store.count()
         rows = self.store.stored_vectors(labels, self.source.space)
-        sides = np.frombuffer(b"".join(side or b"" for side in rows.sides), "<f4")
+        sides = np.frombuffer(b"".join(side or b"" for side in rows.side_blobs), "<f4")
         expected = self.runner.run(old, sides.reshape(len(labels), -1).astype(np.float32))
         np.testing.assert_allclose(new, expected.embedding, atol=1e-5)
         there = {item.id for item in self.store.items(labels) if item is not None}
@@ -94,4 +94,4 @@ class Carried:
 
 
 def _arrays(new: NewVectors) -> tuple[Vectors, Vectors]:
-    return np.asarray(new.embedding, np.float32), np.asarray(new.side, np.float32)
+    return np.asarray(new.embedding, np.float32), np.asarray(new.side_information, np.float32)

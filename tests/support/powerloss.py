@@ -58,14 +58,14 @@ class Disk:
                 self._folder(step.path.parent).names[step.path.name] = _File()
             case "write":
                 self._last = self._file(step.path)
-                self._last.written += step.data
+                self._last.written += step.written_bytes
             case "fsync":
                 file = self._file(step.path)
                 file.synced = file.written
             case "rename":
-                assert step.target is not None
+                assert step.rename_target is not None
                 moved = self._folder(step.path.parent).names.pop(step.path.name)
-                self._folder(step.target.parent).names[step.target.name] = moved
+                self._folder(step.rename_target.parent).names[step.rename_target.name] = moved
             case "unlink" | "rmdir":
                 del self._folder(step.path.parent).names[step.path.name]
             case "fsync_dir":

@@ -15,7 +15,7 @@ from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.metadata import (
     SigningKeys,
     list_leftovers,
-    next_metadata,
+    make_next_metadata,
     read_signed_metadata,
     require_signed_metadata,
 )
@@ -115,4 +115,4 @@ def publish_manifest(repo: Path, number: int, text: bytes) -> None:
     path = manifest_path(number)
     (repo / path).write_bytes(text)
     targets = {**ledger.targets.targets, path: TargetFile.from_data(path, text, ["sha256"])}
-    put_metadata(repo, next_metadata(ledger, targets, load_signers(keys, ledger.root)))
+    put_metadata(repo, make_next_metadata(ledger, targets, load_signers(keys, ledger.root)))

@@ -268,8 +268,8 @@ def _with_probes(
             arrays[f"{name}/side"] = side
         got = open_upgrade(files, manifest, upgrade).run(embedding, side)
         arrays[f"{name}/upgraded"] = got.embedding
-        if upgrade.side == "maps" and got.side is not None:
-            arrays[f"{name}/upgraded_side"] = got.side
+        if upgrade.side == "maps" and got.side_information is not None:
+            arrays[f"{name}/upgraded_side"] = got.side_information
     for adapter in manifest.adapters:
         name = f"adapter_{adapter.to_release}"
         arrays[f"{name}/embedding"] = arrays["embedding"]

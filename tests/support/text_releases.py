@@ -17,7 +17,7 @@ from nobackfill.release.manifest import (
     Manifest,
     TextEncoder,
     embedder_path,
-    lowest_format,
+    lowest_manifest_format,
     probes_path,
     query_encoder_path,
     release_space_id,
@@ -54,7 +54,7 @@ def draft(
     model of their own reads queries, and takes the words w18 and w19 for one another. `splits`: a
     pattern that the tokenizer looks for first; `grows`: a sign that it takes for a million."""
     made = releases.draft(folder, number, sources, directly=directly, side="none")
-    place, files = folder / str(number), dict(made.files)
+    place, files = folder / str(number), dict(made.local_files)
     text = None
     if reads != "nothing":
         text = _encoder(place, made, number, files, spec, asking=asking, splits=splits, grows=grows)
@@ -66,7 +66,7 @@ def draft(
         del files[embedder_path(number)]
     space = release_space_id(embedder, text)
     update = {
-        "format": lowest_format(embedder, text),
+        "format": lowest_manifest_format(embedder, text),
         "embedder": embedder,
         "text_encoder": text,
         "space": space,
@@ -93,7 +93,7 @@ def _encoder(
     rows = rng.standard_normal((len(WORDS), graphs.BLOCK)).astype(np.float32)
     block = releases.block_of(made.manifest)
     start = (block - 1) * graphs.BLOCK
-    pictured = open_embedder(made.files, made.manifest).run(releases.images(PICTURED))
+    pictured = open_embedder(made.local_files, made.manifest).run(releases.images(PICTURED))
     first = WORDS.index("w0")
     rows[first : first + PICTURED] = pictured[:, start : start + graphs.BLOCK]
     path, tokenizer = text_encoder_path(number), tokenizer_path(number)

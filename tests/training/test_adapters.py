@@ -124,7 +124,7 @@ def test_the_gate_measures_mixtures_as_a_gateway_ranks_them(tmp_path: Path) -> N
     _, evidence = measure_release(
         made, Publication({1: first}, frozenset()), repo, list_texts(file), seed=0, int8_loss=1.0
     )
-    (row,) = [row for row in evidence.rows if row.mixture]
+    (row,) = [row for row in evidence.gain_rows if row.mixture]
     share = int(row.mixture.removesuffix(" % of 2/2")) / 100
     assert str(row) == f"2/1 with {row.mixture}" and 0 < share < 1 and row.passes
     _, rows = split_halves(list_texts(file), 0)
@@ -133,7 +133,7 @@ def test_the_gate_measures_mixtures_as_a_gateway_ranks_them(tmp_path: Path) -> N
     one = open_text_encoder(repo, first)
     items, asks = one.run(listing.texts, "document"), one.run(listing.texts, "query")
     vectors = OnnxModel(new / "model.onnx").embed(list(listing.texts))
-    curves = {str(c.origin): (c.distances, c.probabilities) for c in evidence.calibration}
+    curves = {str(c.origin): (c.distances, c.probabilities) for c in evidence.calibrations}
     scores, distances = [], []
     for origin, queries, stored in (
         ("direct", vectors @ turn().T, items),

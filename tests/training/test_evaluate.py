@@ -132,7 +132,7 @@ def test_the_strict_criterion_is_that_of_every_pair(
 class Random(PublishedListing):
     """Vectors that mean nothing."""
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         rng = np.random.default_rng(release)
         return rng.normal(size=(len(self.listing), 4)).astype(np.float32)
 
@@ -153,7 +153,7 @@ def test_a_compatible_release_is_held_to_an_independent_one(life: Life) -> None:
         for name, value in figures.items()
     ]
     relevance = relevance_by_label(listing.labels, listing.labels)
-    told = compute_criteria(cells, images, images, relevance, independent=2)["3/1"]
+    told = compute_criteria(cells, images, images, relevance, independent_release=2)["3/1"]
     assert told["update_gain"] == pytest.approx(0.2626, abs=1e-4)
     assert told["upgrade_gain"] == pytest.approx(0.0307, abs=1e-4)
     assert told["degradation"] == pytest.approx(0.0225, abs=1e-4)

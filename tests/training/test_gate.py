@@ -171,7 +171,7 @@ def test_a_withdrawn_release_is_no_way_station_and_needs_no_successor(life: Life
     for withdrawn, verdict in ((frozenset[int](), "failed"), (frozenset({1}), "passed")):
         before = Publication({1: published.manifests[1]}, withdrawn)
         _, evidence = measure_release(new, before, life.repo, listing, seed=0, int8_loss=1.0)
-        assert evidence.verdict.verdict == verdict
+        assert evidence.gate_verdict.verdict == verdict
 
 
 def test_runs_that_do_not_belong_together_are_refused(

@@ -11,7 +11,7 @@ from tests.training.life import Life
 
 def draft(folder: Path, middle: float) -> tuple[Manifest, dict[str, Path]]:
     made = releases.draft(folder, 1, middle=middle)
-    return made.manifest, dict(made.files)
+    return made.manifest, dict(made.local_files)
 
 
 def test_colours_without_a_vector_are_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_p
     assert route is not None
     embedding = np.eye(16, dtype=np.float32)[:4]
     side = np.ones((4, 12), np.float32)
-    carried_side = open_route(repo, route).run(embedding, side).side
+    carried_side = open_route(repo, route).run(embedding, side).side_information
     assert carried_side is not None
     assert np.array_equal(carried_side, side)
 

@@ -230,7 +230,7 @@ def test_the_gate_embeds_images_once_for_images_and_texts(
         seed=0, int8_loss=1.0, texts=list_texts(labelled(tmp_path / "texts.jsonl")),
     )  # fmt: skip
     assert [cell.name for cell in evidence.cells] == ["1/1"]
-    (by_text,) = evidence.cells_by_text
+    (by_text,) = evidence.text_query_cells
     assert (by_text.name, by_text.queries, by_text.items) == ("1/1", 60, evidence.cells[0].items)
     assert len(opened) == 2, "once for the gate's half, once for the calibration's"
 

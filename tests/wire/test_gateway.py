@@ -84,7 +84,7 @@ def test_galleries(place: Place) -> None:
     assert {gallery.name for gallery in gateway.list_galleries()} >= {"g", *names}
     assert gateway.update_gallery("more-0", exact_distances=True).exact_distances
     assert gateway.get_gallery("more-0").exact_distances
-    assert gateway.status("more-0") == Status(items=0, release=1)
+    assert gateway.status("more-0") == Status(item_count=0, release=1)
     for name in names:
         gateway.delete_gallery(name)
     with pytest.raises(NotFoundError):
@@ -163,7 +163,7 @@ def test_searches(place: Place) -> None:
     alone = gateway.search("g", image=images[4], k=3)
     assert (alone.hits[0].id, alone.hits[0].metadata) == ("i4", {"n": 4})
     assert alone.hits[0].distance == pytest.approx(0, abs=1e-6)
-    assert (alone.release, alone.space_ends, alone.error) == (1, None, "")
+    assert (alone.release, alone.space_end_time, alone.error) == (1, None, "")
     vector = np.eye(1, gateway.get_release(1).dim, dtype=np.float32)[0]
     answers = gateway.search_batch(
         "g", images=[images[4], b"no image"], embeddings=[{alone.space: list(vector)}], k=3
@@ -219,7 +219,7 @@ def test_a_release_comes_and_goes(place: Place) -> None:
     assert phases[-1] == release_pb2.PHASE_DONE
     assert gateway.search("g", image=images[4]).hits[0].origin == "upgraded"
     done = upgrade_pb2.UPGRADE_STATE_DONE
-    assert [job.state for job in gateway.watch_upgrade("g", by="n")][-1] == done
+    assert [job.state for job in gateway.watch_upgrade("g", by_key="n")][-1] == done
     gateway.start_upgrade("g", 2, backfill={"i4": images[4]})
     list(gateway.watch_upgrade("g"))
     assert gateway.search("g", image=images[4]).hits[0].origin == "re-embedded"
@@ -227,6 +227,6 @@ def test_a_release_comes_and_goes(place: Place) -> None:
     back = gateway.rollback()
     assert (back.number, back.done) == (1, False)
     assert gateway.rollback(confirm=True, to=1).done
-    assert gateway.status("g") == Status(items=12, release=1)
+    assert gateway.status("g") == Status(item_count=12, release=1)
     assert list(gateway.activate(2))[-1].phase == release_pb2.PHASE_DONE
     assert list(gateway.retire()) == [1]

@@ -46,7 +46,7 @@ from nobackfill.release.manifest import (
     ModelCard,
     PublishedFile,
 )
-from nobackfill.release.publishing.declaration import hash_model_files, weight_files
+from nobackfill.release.publishing.declaration import hash_model_files, list_weight_files
 from nobackfill.release.publishing.publish import publish_converter
 from nobackfill.release.trust.trust import (
     Trust,
@@ -157,7 +157,9 @@ def make_model_card(model: _Model, vectors: Vectors, made_by: str | None, where:
     embedder = open_embedder(model.model, name=model.model_name)
     check_same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
     weights = (
-        hash_model_files(weight_files(Path(model.model))) if model.model.endswith(".onnx") else None
+        hash_model_files(list_weight_files(Path(model.model)))
+        if model.model.endswith(".onnx")
+        else None
     )
     declared = getattr(embedder, "declared", {})
     return ModelCard(

@@ -67,7 +67,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
     """
     residual = residual_pairs(converter, pairs)
     correction = ridge.fit_ridge(
-        split_into_blocks(residual.old, residual.new), sample=LEAVE_ONE_OUT_ROWS
+        split_into_blocks(residual.old, residual.new), most_sampled_rows=LEAVE_ONE_OUT_ROWS
     )
     weight = (converter.weight + correction.weight).astype(np.float32)
     bias = (converter.bias + correction.bias).astype(np.float32)
@@ -345,7 +345,7 @@ def choose_strength(pairs: Pairs, rows: Ints, moments: Moments) -> AffineStrengt
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.from_blocks(blocks())
     penalty = MapSolver(of_items).choose_strength(blocks)
-    if of_items.rows == moments.rows:
+    if of_items.row_count == moments.row_count:
         return penalty
     share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(moments.gram)))
     return replace(penalty, penalty=share * penalty.penalty)

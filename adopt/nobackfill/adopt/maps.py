@@ -502,7 +502,10 @@ class MapSolver:
             numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
         """
         found = ridge.fit_ridge(
-            blocks, group=rows_per_item, moments=self._moments, sample=LEAVE_ONE_OUT_ROWS
+            blocks,
+            rows_per_group=rows_per_item,
+            moments=self._moments,
+            most_sampled_rows=LEAVE_ONE_OUT_ROWS,
         )
         unexplained = found.loo_error / found.output_variance if found.output_variance > 0 else 0.0
         return AffineStrength(
@@ -538,7 +541,7 @@ class MapSolver:
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
         for kind in kinds:
-            facts = {"pairs": str(moments.rows)}
+            facts = {"pairs": str(moments.row_count)}
             if kind == "procrustes":
                 weight = self._rotation(np.ones(min(moments.dims)), factor=not unit_norm)
             else:

@@ -9,7 +9,7 @@ from tuf.api.metadata import Root
 
 from nobackfill import durable
 from nobackfill.client import sync
-from nobackfill.client.gallery_file import sidecar
+from nobackfill.client.gallery_file import sidecar_path
 from nobackfill.client.output import Output
 from nobackfill.client.sync import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
@@ -68,8 +68,8 @@ def init(
     if path.exists():
         raise AlreadyExistsError(f"{path}: already exists; name another file with --gallery")
     refuse_leftover_log(path)
-    source = sync.normalised_source(source)
-    models = sidecar(path, "models")
+    source = sync.normalise_source(source)
+    models = sidecar_path(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY_PREFIX}{path.name}")
     with durable.lock_file(models / "sync.lock"), sync.open_source(source) as (fetcher, base_url):
         # Trusted metadata of an earlier, failed try must not decide whom to trust now.

@@ -84,7 +84,7 @@ class Device(GalleryFile):
                 f"{root}: this file of root metadata cannot be read ({error.strerror}); check its "
                 "name and permissions"
             ) from error
-        creation.init(Path(path), source, trusted, lambda _: None, Output(bars=False))
+        creation.init(Path(path), source, trusted, lambda _: None, Output(show_progress=False))
         create_reserve(Path(path))
         return cls(path)
 
@@ -394,7 +394,7 @@ class Device(GalleryFile):
         """
         from nobackfill.client.sync import SyncOptions, sync
 
-        return sync(self, SyncOptions(backfill=backfill), Output(bars=False))
+        return sync(self, SyncOptions(backfill=backfill), Output(show_progress=False))
 
     def rollback(self) -> Status:
         """Return to the previous release, and hold the present one back: later syncs skip it.

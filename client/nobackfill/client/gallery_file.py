@@ -122,12 +122,12 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def is_gateway(address: str) -> bool:
+def is_gateway_address(address: str) -> bool:
     """Return whether an address begins with grpc:// or grpcs://, in lower case. Checks no more."""
     return address.startswith(("grpc://", "grpcs://"))
 
 
-def sidecar(gallery: Path, suffix: str) -> Path:
+def sidecar_path(gallery: Path, suffix: str) -> Path:
     """Return the path of a file that belongs to a gallery; nothing is created or checked.
 
     Args:
@@ -171,7 +171,7 @@ class GalleryFile:
                 "--from SOURCE`, or name another file with --gallery"
             )
         self.path = path
-        self.models = sidecar(path, "models")
+        self.models = sidecar_path(path, "models")
         self.store = SqliteGallery.open(path)
 
     def __enter__(self) -> Self:
@@ -337,7 +337,7 @@ class GalleryFile:
             )
         return text
 
-    def active(self) -> "Manifest":
+    def active_manifest(self) -> "Manifest":
         """Return the manifest of the active release.
 
         Raises:
@@ -350,7 +350,7 @@ class GalleryFile:
         """
         return self.manifest(self.store.active().spec.release)
 
-    def previous(self) -> SpaceInfo | None:
+    def previous_space(self) -> SpaceInfo | None:
         """Return the space that a rollback returns to.
 
         Returns:
@@ -380,7 +380,7 @@ def create_reserve(gallery: Path) -> None:
     written: a later command tries again. An existing reserve is completed to that length. A part of
     the file may stay if the disk is full.
     """
-    path = sidecar(gallery, "reserve")
+    path = sidecar_path(gallery, "reserve")
     with contextlib.suppress(OSError):
         if has_free_bytes(gallery.parent, _PLENTY):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -398,4 +398,4 @@ def free_reserve(gallery: Path) -> None:
     """
     with contextlib.suppress(OSError):
         if not has_free_bytes(gallery.parent, RESERVE_BYTES):
-            sidecar(gallery, "reserve").unlink(missing_ok=True)
+            sidecar_path(gallery, "reserve").unlink(missing_ok=True)

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, sidecar
+from nobackfill.client.gallery_file import GalleryFile, sidecar_path
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.status import disk_bytes
-from nobackfill.client.sync import drop_rollback_spaces, embedding_files, missing_files, tidy_models
+from nobackfill.client.sync import (
+    drop_rollback_spaces,
+    embedding_files,
+    missing_files,
+    remove_unused_models,
+)
 from nobackfill.client.vault import keys
 from nobackfill.client.vault.queue import TABLE, VaultQueue
 from nobackfill.digests import sha256_file
@@ -30,7 +35,11 @@ from nobackfill.errors import (
 from nobackfill.gallery import staging
 from nobackfill.gallery.rescue import rescue_gallery as save
 from nobackfill.gallery.spec import Metadata, SpaceInfo
-from nobackfill.gallery.sqlite_file import from_blobs, refuse_leftover_log, vector_table
+from nobackfill.gallery.sqlite_file import (
+    refuse_leftover_log,
+    vector_table_name,
+    vectors_from_blobs,
+)
 from nobackfill.vectors import check_vectors
 
 _ROWS = 4096
@@ -88,18 +97,18 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
         NotFoundError: the gallery was closed.
     """
     queue = VaultQueue(device.store)
-    outbox = sidecar(device.path, "outbox")
+    outbox = sidecar_path(device.path, "outbox")
     in_vault = 0
     for item_id in ids:
         entries = [e for e in queue.entries(item=item_id) if e.state != "removing"]
         for entry in entries:
             # Mark the vault's row first: after a kill here, the item can be removed again.
-            queue.mark(entry.blob, "removing")
-            durable.remove_tree(outbox / entry.blob)
+            queue.set_state(entry.blob_id, "removing")
+            durable.remove_tree(outbox / entry.blob_id)
         in_vault += bool(entries)
     items = [item for item in map(device.store.get, ids) if item is not None]
     removed = device.store.delete(ids)
-    Thumbnails(device.path).forget(item.label for item in items)
+    Thumbnails(device.path).delete_thumbnails(item.label for item in items)
     return removed, in_vault
 
 
@@ -120,7 +129,7 @@ def _find(device: GalleryFile, name: str) -> list[str]:
     return [item_id for (item_id,) in rows]
 
 
-def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
+def change_metadata(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     """Set metadata of items; their other metadata and their vectors stay.
 
     Batches of 4,096 items are written one after another; after an error, earlier ones stay.
@@ -163,7 +172,7 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     return len(items)
 
 
-def collect(device: GalleryFile) -> dict[str, Any]:
+def collect_garbage(device: GalleryFile) -> dict[str, Any]:
     """Run `gc`: confirm the active release, and delete what only a rollback or a killed run needs.
 
     Drops spaces of earlier and of unfinished releases, downloaded files without a use, and
@@ -194,17 +203,17 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         dropped = drop_rollback_spaces(device)
         with contextlib.suppress(BusyError), device.sync_lock():
             durable.remove_temporary_files(device.models)
-            tidy_models(device)
+            remove_unused_models(device)
         with contextlib.suppress(BusyError), device.vault_lock():
             _sweep_boxes(device)
-        Thumbnails(device.path).sweep(device.store)
+        Thumbnails(device.path).delete_orphans(device.store)
         _compact(device)
         return {"dropped": dropped, "freed_bytes": bytes_before - disk_bytes(device)}
 
 
 def _sweep_boxes(device: GalleryFile) -> None:
-    sealed_blobs = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
-    for folder in (sidecar(device.path, "inbox"), sidecar(device.path, "outbox")):
+    sealed_blobs = {entry.blob_id for entry in VaultQueue(device.store).entries("sealed")}
+    for folder in (sidecar_path(device.path, "inbox"), sidecar_path(device.path, "outbox")):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.name not in sealed_blobs:
                 durable.remove_tree(path)
@@ -278,10 +287,10 @@ def _compare_vault(device: GalleryFile) -> tuple[list[str], list[str]]:
     if device.state("vault") is None:
         return [], []
     # Imported here: most galleries have no vault, and gRPC is slow to import.
-    from nobackfill.client.vault.transport import vault_problem
+    from nobackfill.client.vault.transport import explain_vault_problem
 
     try:
-        problem = vault_problem(device)
+        problem = explain_vault_problem(device)
     except (UnavailableError, NotPermittedError, ConfigurationError, BusyError) as error:
         return [], [f"the vault was not checked: {error}"]
     except NobackfillError as error:
@@ -293,14 +302,16 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
     spec = space.spec
     count = 0
     with device.store.read_snapshot() as connection:
-        rows = connection.execute(f"SELECT embedding FROM {vector_table(space.number)}")  # noqa: S608
+        rows = connection.execute(f"SELECT embedding FROM {vector_table_name(space.table_number)}")  # noqa: S608
         while batch := rows.fetchmany(_ROWS):
-            vectors = from_blobs([blob for (blob,) in batch], spec.dim)
+            vectors = vectors_from_blobs([blob for (blob,) in batch], spec.dim)
             description = f"vectors of release {spec.release}"
             try:
-                check_vectors(vectors, spec.dim, error_name=description, unit=spec.unit)
+                check_vectors(vectors, spec.dim, error_name=description, unit_norm=spec.unit_norm)
             except UnusableRowsError as error:
-                damage = f"{len(error.rows)} {description} are not finite, or have a wrong norm"
+                damage = (
+                    f"{len(error.unusable_rows)} {description} are not finite, or have a wrong norm"
+                )
                 raise DamagedError(device.path, damage) from error
             count += len(vectors)
     if space.state == "active" and count < device.store.count():
@@ -315,10 +326,10 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
 def _check_outbox(device: GalleryFile) -> list[str]:
     problems = []
     for entry in VaultQueue(device.store).entries("sealed"):
-        path = sidecar(device.path, "outbox") / entry.blob
+        path = sidecar_path(device.path, "outbox") / entry.blob_id
         if not path.is_file() or sha256_file(path) != entry.blob_sha256:
             problems.append(f"{path}: ciphertext is lost or damaged; `push` encrypts it again")
-    key_trouble = keys.key_problem(device)
+    key_trouble = keys.explain_key_problem(device)
     return [*problems, *([] if key_trouble is None else [key_trouble])]
 
 
@@ -326,18 +337,18 @@ def _check_outbox(device: GalleryFile) -> list[str]:
 _MODE = 0o600
 
 
-def rescue(path: Path, to: Path) -> dict[str, Any]:
+def rescue(path: Path, target: Path) -> dict[str, Any]:
     """Make a new gallery file from every row of a damaged one that passes its checks.
 
     The damaged gallery is not changed, but a lock file may be made next to it. An intact gallery is
     copied, too. Its models, key and outbox are copied. Vault rows are copied with their items;
     blobs of lost items stay in the vault, for `pull --unknown`. The new file appears as the last
-    step. After an error there is no file at `to`, but copied files may lie next to it.
+    step. After an error there is no file at `target`, but copied files may lie next to it.
 
     Args:
         path: the damaged gallery.
-        to: the file to make; its folder is made if it is missing. Copies of other files overwrite
-            those of the same name.
+        target: the file to make; its folder is made if it is missing. Copies of other files
+            overwrite those of the same name.
 
     Returns:
         The object that `edge-client rescue --json` prints: counts of saved `items` and `vectors`,
@@ -346,7 +357,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
 
     Raises:
         NotFoundError: there is no file at `path`.
-        AlreadyExistsError: a file exists at `to`, or files of an earlier gallery.
+        AlreadyExistsError: a file exists at `target`, or files of an earlier gallery.
         DamagedError: nothing can be saved, because the tables that list the spaces cannot be read.
         BusyError: another process has the gallery open; only an exclusive holder is waited for, 5
             seconds.
@@ -356,31 +367,35 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         raise NotFoundError(
             f"{path}: this gallery file does not exist; name the damaged gallery with --gallery"
         )
-    if to.exists():
-        raise AlreadyExistsError(f"{to}: already exists; name another file with --to")
-    refuse_leftover_log(to)
-    durable.make_dir(to.parent, mode=0o700)
-    durable.remove_temporary_files(to.parent, to.name)
-    draft = to.with_name(f"{durable.TEMPORARY_PREFIX}{to.name}-{uuid.uuid4().hex}")
+    if target.exists():
+        raise AlreadyExistsError(f"{target}: already exists; name another file with --to")
+    refuse_leftover_log(target)
+    durable.make_dir(target.parent, mode=0o700)
+    durable.remove_temporary_files(target.parent, target.name)
+    draft = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex}")
     try:
         saved = save(path, draft, {"vault": TABLE})
         not_copied = [
-            name for suffix in ("models", "identity", "outbox") for name in _copy(path, to, suffix)
+            name
+            for suffix in ("models", "identity", "outbox")
+            for name in _copy(path, target, suffix)
         ]
-        durable.replace_file(draft, to)
+        durable.replace_file(draft, target)
     finally:
-        for name in to.parent.glob(f"{draft.name}*"):
+        for name in target.parent.glob(f"{draft.name}*"):
             name.unlink()
     return {
-        "gallery": str(to), "items": saved.items, "vectors": saved.vectors,
-        "unreadable": saved.unreadable, "refused": saved.invalid, "lost": saved.missing_rows,
+        "gallery": str(target), "items": saved.saved_item_count,
+        "vectors": saved.saved_vector_counts,
+        "unreadable": saved.unreadable_label_counts, "refused": saved.invalid_row_counts,
+        "lost": saved.missing_rows,
         "not_copied": not_copied,
     }  # fmt: skip
 
 
 def _copy(path: Path, to: Path, suffix: str) -> list[str]:
     """Copy one file or folder of a gallery; return the paths that were not copied."""
-    source, target = sidecar(path, suffix), sidecar(to, suffix)
+    source, target = sidecar_path(path, suffix), sidecar_path(to, suffix)
     not_copied = []
     if source.is_symlink():
         # A link may lead to files of other users.

@@ -120,7 +120,7 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
     try:
         return model.run([check_text(text) for text in texts], role)
     except UnusableOutputError as error:
-        worst = texts[error.rows[0]][:64]
+        worst = texts[error.unusable_rows[0]][:64]
         raise InvalidInputError(f"{worst!r}: {no_text_vector_error(manifest)}") from error
 
 
@@ -134,7 +134,7 @@ class _Encoders:
 
     def current(self) -> list[tuple[Manifest, TextModel]]:
         """Open the encoders. Raises NoEncoderError if the active release embeds no texts."""
-        active, previous = self._device.store.active(), self._device.previous()
+        active, previous = self._device.store.active(), self._device.previous_space()
         manifests = [self._device.manifest(active.spec.release)]
         if previous is not None:
             earlier = self._device.manifest(previous.spec.release)
@@ -170,8 +170,8 @@ def _store(
             ]
         except UnusableOutputError as error:
             why = str(no_text_vector_error(active_encoders[0][0]))
-            report.refusals |= {batch[row].id: why for row in error.rows}
-            batch = [line for row, line in enumerate(batch) if row not in error.rows]
+            report.refusals |= {batch[row].id: why for row in error.unusable_rows}
+            batch = [line for row, line in enumerate(batch) if row not in error.unusable_rows]
             continue
         except InvalidInputError as error:
             if len(batch) == 1:

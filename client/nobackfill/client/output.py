@@ -17,27 +17,27 @@ class Output:
     """Where the results of one command go.
 
     Attributes:
-        json: print results as one JSON object instead of lines.
-        bars: show progress bars on stderr if it is a terminal.
+        as_json: print results as one JSON object instead of lines.
+        show_progress: show progress bars on stderr if it is a terminal.
     """
 
-    json: bool = False
-    bars: bool = True
+    as_json: bool = False
+    show_progress: bool = True
 
     def print_result(self, answer: Mapping[str, object], *lines: str) -> None:
-        """Print the result on stdout: with `json` as one JSON object, else as lines.
+        """Print the result on stdout: with `as_json` as one JSON object, else as lines.
 
-        With `json`, the lines are ignored; otherwise the object is.
+        With `as_json`, the lines are ignored; otherwise the object is.
 
         Args:
             answer: the object; its values must be valid in JSON.
             lines: the lines for people; control characters are made visible.
 
         Raises:
-            TypeError: with `json`, a value cannot be written as JSON.
+            TypeError: with `as_json`, a value cannot be written as JSON.
             OSError: stdout cannot be written, such as BrokenPipeError.
         """
-        if self.json:
+        if self.as_json:
             print(json.dumps(answer))
             return
         for line in lines:
@@ -71,7 +71,7 @@ class Output:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """Show a progress bar for the block, if `bars` is set and stderr is a terminal.
+        """Show a progress bar for the block, if `show_progress` is set and stderr is a terminal.
 
         Otherwise the yielded function does nothing. The bar disappears at the end of the block.
 
@@ -81,7 +81,7 @@ class Output:
         Yields:
             A function that moves the bar: it takes the count so far, and the total.
         """
-        if not (self.bars and sys.stderr.isatty()):
+        if not (self.show_progress and sys.stderr.isatty()):
             yield lambda count, total: None
             return
         from rich.console import Console

@@ -174,24 +174,24 @@ class ReleaseEncoder:
         manifest: the manifest of the release.
     """
 
-    def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
+    def __init__(self, model_folder: Path, manifest: "Manifest", *, with_side: bool = True) -> None:
         """Open the models of a release.
 
         Each model file is read and compared with its digest.
 
         Args:
-            models: the folder of the installed files.
+            model_folder: the folder of the installed files.
             manifest: the release.
-            side: also open the side-information encoder, if there is one; a query needs none.
+            with_side: also open the side-information encoder, if there is one; a query needs none.
 
         Raises:
             NoEncoderError: the release embeds no images.
             VerificationError: a file is missing or damaged, or cannot be loaded.
         """
         self.manifest = manifest
-        self._embedder = open_embedder(models, manifest, count_cores())
-        has_side = side and manifest.side_encoder is not None
-        self._side = open_side_encoder(models, manifest, count_cores()) if has_side else None
+        self._embedder = open_embedder(model_folder, manifest, count_cores())
+        has_side = with_side and manifest.side_encoder is not None
+        self._side = open_side_encoder(model_folder, manifest, count_cores()) if has_side else None
 
     def pixels(self, image: bytes) -> Pixels:
         """Decode an image, scaled and cropped to the size that the embedder reads.
@@ -254,13 +254,13 @@ class AddReport:
 
     Attributes:
         added_names: the paths or ids that were stored.
-        duplicates: how many images the gallery held already.
+        duplicate_count: how many images the gallery held already.
         refusals: the reason by path or id of an image that was not stored.
         system_files: paths that belong to the system, to programs or to a gallery.
     """
 
     added_names: list[str] = field(default_factory=list)
-    duplicates: int = 0
+    duplicate_count: int = 0
     refusals: dict[str, str] = field(default_factory=dict)
     system_files: list[str] = field(default_factory=list)
 
@@ -493,15 +493,19 @@ class _Adder:
                     )
                 except UnusableOutputError as error:
                     why = str(no_vector_error(encoder.manifest))
-                    self._report.refusals |= {photos[row].source.name: why for row in error.rows}
-                    photos = [one for row, one in enumerate(photos) if row not in error.rows]
+                    self._report.refusals |= {
+                        photos[row].source.name: why for row in error.unusable_rows
+                    }
+                    photos = [
+                        one for row, one in enumerate(photos) if row not in error.unusable_rows
+                    ]
                     break
             else:
                 return photos, vectors
         return [], []
 
     def _encoders(self) -> list[ReleaseEncoder]:
-        spaces = [self._device.store.active(), self._device.previous()]
+        spaces = [self._device.store.active(), self._device.previous_space()]
         specs: list[SpaceSpec] = []
         for spec in (space.spec for space in spaces if space is not None):
             manifest = self._device.manifest(spec.release)
@@ -527,7 +531,7 @@ class _Adder:
                 if by_content and (
                     sha256 in batch_digests or not (include_existing or self._is_missing(sha256))
                 ):
-                    self._report.duplicates += 1
+                    self._report.duplicate_count += 1
                     continue
                 yield Photo(source, sha256, tuple(encoder.pixels(data) for encoder in encoders))
                 batch_digests.add(sha256)

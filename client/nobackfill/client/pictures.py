@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, sidecar
+from nobackfill.client.gallery_file import GalleryFile, sidecar_path
 from nobackfill.client.photos import local_image
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
@@ -36,7 +36,7 @@ class Thumbnails:
     """The cached thumbnails of one gallery file; threads may share it."""
 
     def __init__(self, gallery: Path) -> None:
-        self._folder = sidecar(gallery, "thumbs")
+        self._folder = sidecar_path(gallery, "thumbs")
         # Decoding a large picture takes 100 MB.
         self._decoding = threading.BoundedSemaphore(count_cores())
 
@@ -75,7 +75,7 @@ class Thumbnails:
         """
         return self._jpeg(item, LARGE_SIDE)
 
-    def forget(self, labels: Iterable[int]) -> None:
+    def delete_thumbnails(self, labels: Iterable[int]) -> None:
         """Delete the thumbnails of items by label; labels without a thumbnail are ignored.
 
         Raises:
@@ -84,7 +84,7 @@ class Thumbnails:
         for label in labels:
             remove_tree(self._folder / f"{label}.jpg")
 
-    def sweep(self, store: Store) -> None:
+    def delete_orphans(self, store: Store) -> None:
         """Delete all files in the folder of thumbnails that belong to no item of the gallery.
 
         Without such a folder, nothing happens. Temporary files of pages that are being shown are
@@ -140,7 +140,7 @@ _COLUMNS = 6
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
-def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
+def write_contact_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
     """Draw searches into one picture: a row per answer, with the query and its first five hits.
 
     An image that is missing or cannot be decoded is a grey tile. An existing file is replaced. The

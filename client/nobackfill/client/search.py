@@ -139,7 +139,9 @@ class Search:
             # Items may lack a vector, or pages may have lost some; only a check can tell.
             device.store.check_pages()
         try:
-            check_vectors(vectors, self.spec.dim, error_name="stored vectors", unit=self.spec.unit)
+            check_vectors(
+                vectors, self.spec.dim, error_name="stored vectors", unit_norm=self.spec.unit_norm
+            )
         except UnusableRowsError as error:
             # Damaged vectors would give wrong answers.
             raise DamagedError(device.path, error) from error
@@ -238,7 +240,7 @@ class Search:
             try:
                 queries.append(embedder.run(np.stack(pixels[start : start + 64])))
             except UnusableOutputError as error:
-                worst = names[start + error.rows[0]]
+                worst = names[start + error.unusable_rows[0]]
                 raise InvalidInputError(f"{worst}: {no_vector_error(model)}") from error
         return self._answers(names, np.concatenate(queries), k)
 
@@ -305,7 +307,7 @@ class Search:
                 "that release"
             )
         query = np.ascontiguousarray(embedding, np.float32)[None]
-        check_vectors(query, self.spec.dim, error_name="query", unit=self.spec.unit)
+        check_vectors(query, self.spec.dim, error_name="query", unit_norm=self.spec.unit_norm)
         return self._answers([""], query, k)[0]
 
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:
@@ -366,7 +368,7 @@ class Search:
             self._index.search(queries, k, one if passing is None else one & passing)
             for one in (migrated, ~migrated)
         )
-        return index.merge_origins(upgraded, others, scale, k)
+        return index.merge_on_native_scale(upgraded, others, scale, k)
 
     def _hits(self, labels: Any, distances: Any) -> list[DeviceHit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)

@@ -36,7 +36,7 @@ def status(device: GalleryFile) -> dict[str, Any]:
         OSError: a file of the gallery disappears meanwhile, or cannot be read.
     """
     active = device.store.active()
-    previous = device.previous()
+    previous = device.previous_space()
     vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
     for entry in VaultQueue(device.store).entries():
         vault[entry.state] += 1
@@ -63,9 +63,9 @@ def status(device: GalleryFile) -> dict[str, Any]:
 
 def _key_problem(device: GalleryFile) -> str | None:
     # Imported here: only galleries with a vault load the library of keys.
-    from nobackfill.client.vault.keys import key_problem
+    from nobackfill.client.vault.keys import explain_key_problem
 
-    return key_problem(device)
+    return explain_key_problem(device)
 
 
 def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import Failure, GalleryFile, is_gateway
+from nobackfill.client.gallery_file import Failure, GalleryFile, is_gateway_address
 from nobackfill.client.output import Output, format_bytes
 from nobackfill.client.photos import ReleaseEncoder, local_image
 from nobackfill.digests import sha256_file
@@ -45,7 +45,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.sqlite_file import StoredItem, vector_table
+from nobackfill.gallery.sqlite_file import StoredItem, vector_table_name
 from nobackfill.gallery.staging import Runner, neighbour_overlap, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, PublishedFile
@@ -79,7 +79,7 @@ _CONFIRMED_AFTER = timedelta(days=7)
 _CHANGE_SECONDS = 60.0
 
 
-def normalised_source(source: str) -> str:
+def normalise_source(source: str) -> str:
     """Return the address of a publication in the form that galleries store.
 
     Args:
@@ -93,7 +93,7 @@ def normalised_source(source: str) -> str:
     Raises:
         ConfigurationError: the folder does not exist, or the scheme is unknown.
     """
-    if is_gateway(source) or source.startswith(("http://", "https://")):
+    if is_gateway_address(source) or source.startswith(("http://", "https://")):
         return source
     folder = Path(source).resolve()
     if "://" in source or not folder.is_dir():
@@ -109,7 +109,7 @@ def open_source(source: str) -> Iterator[tuple[Fetcher, str]]:
     """Open the source of a publication; a connection to a gateway is closed at the end.
 
     Args:
-        source: an address as `normalised_source` returns it.
+        source: an address as `normalise_source` returns it.
 
     Yields:
         The fetcher of its files, and the base URL in front of their published paths.
@@ -118,7 +118,7 @@ def open_source(source: str) -> Iterator[tuple[Fetcher, str]]:
         ConfigurationError: the address of the gateway, or its token or certificate, is not valid.
             Nothing is fetched yet, so a source that does not answer raises no error here.
     """
-    if not is_gateway(source):
+    if not is_gateway_address(source):
         yield fetcher_for(source)
         return
     # Imported here: most sources need no gRPC.
@@ -192,12 +192,12 @@ class SyncLeg:
     Attributes:
         source: the space whose vectors are read.
         route: the upgrades, in order.
-        items: the expected number of items, from 0.
+        item_count: the expected number of items, from 0.
     """
 
     source: SpaceInfo
     route: Route
-    items: int
+    item_count: int
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,12 @@ class SyncPlan:
             than re-embedded ones. None if no items are expected, or a route with
             items was not measured.
         """
-        legs = [leg for leg in self.legs if leg.items]
+        legs = [leg for leg in self.legs if leg.item_count]
         shares = [leg.route.retention for leg in legs if leg.route.retention is not None]
         if not legs or len(shares) < len(legs):
             return None
-        total = sum(leg.items for leg in legs)
-        return sum(s * leg.items for s, leg in zip(shares, legs, strict=True)) / total
+        total = sum(leg.item_count for leg in legs)
+        return sum(s * leg.item_count for s, leg in zip(shares, legs, strict=True)) / total
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
@@ -256,7 +256,7 @@ def embedding_files(manifest: Manifest) -> list[PublishedFile]:
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
-def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
+def plan_sync(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
     """Plan how the gallery reaches a release from its active space; changes nothing in the gallery.
 
     Original vectors, where the gallery stores them, come first if their direct route is expected to
@@ -291,8 +291,8 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
         return None
     originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
-    from_originals = sum(leg.items for leg in legs)
-    legs.append(SyncLeg(active, main.route, max(0, main.items - from_originals)))
+    from_originals = sum(leg.item_count for leg in legs)
+    legs.append(SyncLeg(active, main.route, max(0, main.item_count - from_originals)))
     return SyncPlan(
         manifests[target], tuple(legs), int8 and any(leg.route.has_int8 for leg in legs)
     )
@@ -320,7 +320,7 @@ def _originals(
     legs = (_leg(device, manifests, s, target) for s in previous if s.spec.release < target)
     return sorted(
         (leg for leg in legs if leg is not None),
-        key=lambda leg: (-(leg.route.retention or 0), leg.source.number),
+        key=lambda leg: (-(leg.route.retention or 0), leg.source.table_number),
     )
 
 
@@ -356,8 +356,8 @@ def estimate_seconds(plan: SyncPlan) -> float:
     for leg in plan.legs:
         for _, upgrade in leg.route.steps:
             faster = INT8_SPEEDUP if plan.int8 and upgrade.int8_file is not None else 1.0
-            total += leg.items * upgrade.file.length / 4 / rate / faster
-        total += leg.items / ROWS_A_SECOND
+            total += leg.item_count * upgrade.file.length / 4 / rate / faster
+        total += leg.item_count / ROWS_A_SECOND
     return total
 
 
@@ -370,13 +370,13 @@ def _multiply_accumulates_a_second() -> float:
     return float(side**3 / (time.perf_counter() - started))
 
 
-def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
+def missing_files(model_folder: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
     """Return the published files that a folder lacks, or holds with another length or SHA-256.
 
     Reads every file of the right length.
 
     Args:
-        models: the folder.
+        model_folder: the folder.
         files: the files that it should hold.
 
     Returns:
@@ -388,25 +388,25 @@ def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[Publishe
     return [
         file
         for file in files
-        if not (path := models / file.path).is_file()
+        if not (path := model_folder / file.path).is_file()
         or path.stat().st_size != file.length
         or sha256_file(path) != file.sha256
     ]
 
 
 def download_files(
-    models: Path, trust: Trust, files: Iterable[PublishedFile], output: Output
+    model_folder: Path, trust: Trust, files: Iterable[PublishedFile], output: Output
 ) -> int:
-    """Download those of the given files that `models` lacks or holds damaged.
+    """Download those of the given files that `model_folder` lacks or holds damaged.
 
     Each file is durable and verified when it appears. Files that are complete before an error stay.
     An interrupted download is resumed later. The caller holds the sync lock, because overlapping
     downloads would mix their bytes.
 
     Args:
-        models: the folder of the downloaded files.
+        model_folder: the folder of the downloaded files.
         trust: the verified publication.
-        files: the files that must lie in `models` afterwards.
+        files: the files that must lie in `model_folder` afterwards.
         output: where to write progress.
 
     Returns:
@@ -419,14 +419,14 @@ def download_files(
         UnavailableError: the source does not answer.
         CannotWriteError: the disk is full or read-only.
         NotPermittedError: the gateway refuses the token.
-        OSError: a file in `models` cannot be read.
+        OSError: a file in `model_folder` cannot be read.
     """
-    to_download = missing_files(models, files)
+    to_download = missing_files(model_folder, files)
     total = sum(file.length for file in to_download)
     finished = 0
     with output.progress("downloading") as advance:
         for file in to_download:
-            trust.download(file.path, models)
+            trust.download(file.path, model_folder)
             finished += file.length
             advance(finished, total)
     return total
@@ -482,7 +482,7 @@ def _trial_files(manifest: Manifest, upgrades_from: set[int]) -> Iterator[Publis
 
 
 def check_models(
-    models: Path, manifest: Manifest, upgrades_from: set[int], *, trial_passed: bool = False
+    model_folder: Path, manifest: Manifest, upgrades_from: set[int], *, trial_passed: bool = False
 ) -> None:
     """Check the encoders of one release, and its upgrades from some earlier releases.
 
@@ -491,7 +491,7 @@ def check_models(
     remembered.
 
     Args:
-        models: the folder of the downloaded files.
+        model_folder: the folder of the downloaded files.
         manifest: the manifest of the release.
         upgrades_from: source releases of the upgrades to check; empty: none.
         trial_passed: the same files passed a trial before; run only the probes, in this process.
@@ -505,7 +505,7 @@ def check_models(
     """
     try:
         check = check_probes if trial_passed else try_release
-        check(models, manifest, upgrades=upgrades_from, threads=count_cores())
+        check(model_folder, manifest, upgrades=upgrades_from, threads=count_cores())
     except VerificationError as error:
         raise UnfitError(f"release {manifest.release}: {error}") from error
 
@@ -523,7 +523,7 @@ def manifest_digest(trust: Trust, release: int) -> str:
     return trust.signed_entry(manifest_path(release)).hashes["sha256"]
 
 
-def tidy_models(device: GalleryFile) -> int:
+def remove_unused_models(device: GalleryFile) -> int:
     """Remove downloaded models that no space of the gallery uses, and unfinished downloads.
 
     Upgrades are needed only while they run. Nothing is removed while the gallery has a staging
@@ -650,14 +650,14 @@ def _write(device: GalleryFile, encoder: ReleaseEncoder, batch: dict[int, Pixels
     try:
         vectors = encoder.embed_with_side(list(batch.values()))
     except UnusableOutputError as error:
-        good = [label for row, label in enumerate(batch) if row not in error.rows]
+        good = [label for row, label in enumerate(batch) if row not in error.unusable_rows]
         return _write(device, encoder, {label: batch[label] for label in good})
     labels = staging.write_vectors(
         device.store,
         vectors.space,
         np.fromiter(batch, np.int64),
         vectors.embedding,
-        side=vectors.side,
+        side=vectors.side_information,
         origin="re-embedded",
         replace=True,
     )
@@ -696,7 +696,7 @@ class _OriginalImages:
         if image is not None or self._vault is None:
             return image
         try:
-            return self._vault.image(item.id)
+            return self._vault.read_image(item.id)
         except (UnavailableError, NotPermittedError, ConfigurationError) as error:
             self._output.print_note(f"no images from the vault: {error}")
             self._vault.close()
@@ -711,13 +711,13 @@ class MigrationOutcome:
     """The result of `migrate`.
 
     Attributes:
-        re_embedded: how many items were re-embedded from their images.
-        left_behind: how many items have no route into the target's space. If it is not 0, nothing
-            was flipped.
+        reembedded_count: how many items were re-embedded from their images.
+        left_behind_count: how many items have no route into the target's space. If it is not 0,
+            nothing was flipped.
     """
 
-    re_embedded: int
-    left_behind: int
+    reembedded_count: int
+    left_behind_count: int
 
 
 def migrate(
@@ -792,13 +792,15 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
                     source=leg.source.spec.space,
                     origin="upgraded" if leg.route.steps else "direct",
                     transform_ahead=True,
-                    on_progress=lambda progress: advance(progress.complete, progress.total),
+                    on_progress=lambda progress: advance(
+                        progress.complete_count, progress.item_count
+                    ),
                 )
             except (DamagedError, UnusableOutputError):
                 raise
             except VerificationError as error:
                 raise UnfitError(f"release {target.release}: {error}") from error
-        stuck = outcome.left_behind
+        stuck = outcome.left_behind_count
     return stuck
 
 
@@ -860,7 +862,7 @@ def record_sync(
     return share
 
 
-def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
+def send_report(device: GalleryFile, address: str | None) -> dict[str, Any]:
     """Send the summary of the last sync to a gateway, once. It contains no vector and no id.
 
     It also waits for the gateway, at most 30 seconds, with retries. A repeated call sends the same
@@ -868,7 +870,7 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
 
     Args:
         device: the gallery.
-        to: the gateway, grpc(s)://HOST:PORT; None sends nothing.
+        address: the gateway, grpc(s)://HOST:PORT; None sends nothing.
 
     Returns:
         The summary, by the keys of `report --json`: `release`, `probes_passed`, `seconds`,
@@ -877,8 +879,8 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
     Raises:
         NotFoundError: no sync to another release was tried yet, or the gallery was closed.
         DamagedError: the gallery file is damaged.
-        ConfigurationError: `to` is not the address of a gateway, or the token or certificate cannot
-            be read.
+        ConfigurationError: `address` is not the address of a gateway, or the token or certificate
+            cannot be read.
         UnavailableError: the gateway does not answer.
         NotPermittedError: the gateway refuses the call.
         BusyError: another process holds the gallery file, or the gateway has too much work.
@@ -892,11 +894,12 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
             "no sync has tried another release yet, so there is nothing to report; run "
             "`edge-client sync` first"
         )
-    if to is None:
+    if address is None:
         return summary
-    if not is_gateway(to):
+    if not is_gateway_address(address):
         raise ConfigurationError(
-            f"--to: expected the address of a gateway, grpc(s)://HOST:PORT, got {to!r}; correct it"
+            "--to: expected the address of a gateway, grpc(s)://HOST:PORT, got "
+            f"{address!r}; correct it"
         )
     from nobackfill.v1 import release_pb2 as pb
     from nobackfill.wire.gateway import Gateway
@@ -909,12 +912,12 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
         neighbours_kept=summary["neighbours_kept"],
         failure="SYNC_FAILURE_UNSPECIFIED" if failure == "NONE" else f"SYNC_FAILURE_{failure}",
     )
-    with Gateway(to) as gateway:
+    with Gateway(address) as gateway:
         gateway.report_sync(message)
     return summary
 
 
-def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
+def return_to_previous_space(device: GalleryFile, state: dict[str, Any]) -> int:
     """Make the space before the last upgrade the active one again.
 
     The upgraded vectors stay in a staging space, so that a later sync is fast. Nothing is computed.
@@ -934,7 +937,7 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
-    previous = device.previous()
+    previous = device.previous_space()
     if previous is None:
         raise NotFoundError(
             "a rollback is not possible: the gallery was not upgraded yet, or a later `edge-client "
@@ -965,11 +968,13 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
     with device.change_lock():
         release = device.store.active().spec.release
         digest = device.state("installed", {}).get(str(release))
-        state = hold_back(device, release, f"release {release} was rolled back here", digest)
-        return release, return_to(device, state)
+        state = held_back_state(device, release, f"release {release} was rolled back here", digest)
+        return release, return_to_previous_space(device, state)
 
 
-def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None) -> dict[str, Any]:
+def held_back_state(
+    device: GalleryFile, release: int, reason: str, digest: str | None
+) -> dict[str, Any]:
     """Return the values of the gallery's state that hold a release back; writes nothing.
 
     A sync skips a release that is held back.
@@ -998,7 +1003,7 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
     }
 
 
-def drop_rollback_spaces(device: GalleryFile, spare: str | None = None) -> list[int]:
+def drop_rollback_spaces(device: GalleryFile, spared_space: str | None = None) -> list[int]:
     """Drop the spaces that only a rollback needs.
 
     In a gallery that stores originals (`--keep-original`), spaces with vectors that were embedded
@@ -1007,8 +1012,8 @@ def drop_rollback_spaces(device: GalleryFile, spare: str | None = None) -> list[
 
     Args:
         device: the gallery; the caller holds its change lock.
-        spare: id of a space that a rollback may still need. None: drop all; no rollback is possible
-            afterwards.
+        spared_space: id of a space that a rollback may still need. None: drop all; no rollback is
+            possible afterwards.
 
     Returns:
         The releases of the dropped spaces, oldest space first.
@@ -1019,11 +1024,11 @@ def drop_rollback_spaces(device: GalleryFile, spare: str | None = None) -> list[
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
-    if spare is None:
+    if spared_space is None:
         device.store.update_state({"return_to": None})
     dropped = []
     for space in device.store.spaces():
-        superfluous = space.state == "previous" and space.spec.space != spare
+        superfluous = space.state == "previous" and space.spec.space != spared_space
         if superfluous and not (device.state("keep_original") and _has_originals(device, space)):
             staging.drop_space(device.store, space.spec.space)
             dropped.append(space.spec.release)
@@ -1032,7 +1037,7 @@ def drop_rollback_spaces(device: GalleryFile, spare: str | None = None) -> list[
 
 def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
     with device.store.read_snapshot() as connection:
-        table = vector_table(space.number)
+        table = vector_table_name(space.table_number)
         query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608
         return connection.execute(query).fetchone() is not None
 
@@ -1150,7 +1155,7 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         CannotWriteError: the disk is full or read-only.
         OSError: a file of the models folder cannot be read.
     """
-    source = normalised_source(options.source) if options.source else device.state("source")
+    source = normalise_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):
         durable.remove_temporary_files(device.models)
         trust = device.trust(fetcher, base_url)
@@ -1221,7 +1226,7 @@ class _Sync:
         for release in self._candidates():
             if release < self._report.from_release:
                 with self._changing():
-                    return_to(self._device, {})
+                    return_to_previous_space(self._device, {})
                 self._report.release, self._report.state = release, "rolled-back"
                 return self._report
             plan = self._plan(release)
@@ -1260,7 +1265,7 @@ class _Sync:
             "cohort": self._cohort,
         }
         if self._options.source is not None:
-            state["source"] = normalised_source(self._options.source)
+            state["source"] = normalise_source(self._options.source)
         if self._options.keep_original is not None:
             state["keep_original"] = self._options.keep_original
         if self._options.retry:
@@ -1298,7 +1303,7 @@ class _Sync:
             yield release
         if releases.get(active) is not None:
             self._report.notes.append(f"release {active} was withdrawn: {releases[active]}")
-            previous = self._device.previous()
+            previous = self._device.previous_space()
             if previous is not None and releases.get(previous.spec.release, "") is None:
                 yield previous.spec.release
             else:
@@ -1315,7 +1320,7 @@ class _Sync:
         }
 
     def _plan(self, release: int) -> SyncPlan | None:
-        plan = make_plan(self._device, self._trust, release, int8=self._options.int8)
+        plan = plan_sync(self._device, self._trust, release, int8=self._options.int8)
         if plan is None:
             at = self._report.from_release
             has_adapter = bool(self._trust.manifest(release).adapters)
@@ -1334,7 +1339,7 @@ class _Sync:
     def _hold_back(self, release: int, reason: str) -> None:
         with self._device.change_lock(_CHANGE_SECONDS):
             digest = manifest_digest(self._trust, release)
-            self._device.store.update_state(hold_back(self._device, release, reason, digest))
+            self._device.store.update_state(held_back_state(self._device, release, reason, digest))
             record_sync(self._device, release, "refused")
         self._fall_behind(reason)
 
@@ -1367,12 +1372,13 @@ class _Sync:
         }
         started = time.monotonic()
         outcome = migrate(device, plan, self._options.backfill, state, self._output)
-        self._report.re_embedded += outcome.re_embedded
-        if outcome.left_behind:
+        self._report.re_embedded += outcome.reembedded_count
+        if outcome.left_behind_count:
             record_sync(device, release, "left_behind")
             self._fall_behind(
-                f"release {release}: {outcome.left_behind} items have no side-information for its "
-                f"upgrade; `sync --backfill {outcome.left_behind}` embeds them from their images"
+                f"release {release}: {outcome.left_behind_count} items have no side-information "
+                f"for its upgrade; `sync --backfill {outcome.left_behind_count}` embeds them from "
+                "their images"
             )
             return False
         self._describe(plan, "upgraded")
@@ -1381,8 +1387,8 @@ class _Sync:
         self._report.neighbours_kept = record_sync(
             device, release, "none", self._report.upgrade_seconds, (old, SpaceSpec.of(plan.target))
         )
-        drop_rollback_spaces(device, spare=old.space)
-        tidy_models(device)
+        drop_rollback_spaces(device, spared_space=old.space)
+        remove_unused_models(device)
         return True
 
     def _settle(self) -> SyncReport:
@@ -1392,9 +1398,9 @@ class _Sync:
         is the newest and has served for a week.
         """
         device, report = self._device, self._report
-        manifest = device.active()
+        manifest = device.active_manifest()
         files = list(embedding_files(manifest))
-        previous = device.previous()
+        previous = device.previous_space()
         if previous is not None and self._trust.releases().get(previous.spec.release, "") is None:
             files += embedding_files(device.manifest(previous.spec.release))
         report.download_bytes += download_files(device.models, self._trust, files, self._output)
@@ -1402,8 +1408,8 @@ class _Sync:
         if report.state == "up-to-date":
             with self._changing():
                 way_back = None if self._has_served() else device.state("return_to")
-                report.confirmed = drop_rollback_spaces(device, spare=way_back)
-                tidy_models(device)
+                report.confirmed = drop_rollback_spaces(device, spared_space=way_back)
+                remove_unused_models(device)
         return report
 
     def _has_served(self) -> bool:

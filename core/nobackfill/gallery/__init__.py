@@ -4,7 +4,7 @@
 
 >>> import numpy as np
 >>> from nobackfill.gallery import NewVectors, SpaceSpec, SqliteGallery
->>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit=False, side_space=None, side_dim=0)
+>>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit_norm=False, side_space=None, side_dim=0)
 >>> with SqliteGallery.create(folder / "photos.sqlite", spec) as store:
 ...     vectors = NewVectors("s1", np.eye(2, dtype=np.float32))
 ...     put = store.put(["cat", "dog"], [vectors], metadata=[{"year": 2026}, None])

@@ -13,7 +13,7 @@ from nobackfill.gallery.filter_engine import Segment
 from nobackfill.gallery.filters import Filter, StoreFilter
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.sqlite_file import items_by_label, set_metadata
+from nobackfill.gallery.sqlite_file import read_items_by_label, set_metadata
 from nobackfill.gallery.store import Change, Store, metadata_json
 
 # Items of a transaction; other writers may commit between two.
@@ -54,7 +54,7 @@ class Selection:
             DamagedError: A row is invalid.
             sqlite3.Error: SQLite fails; `Store.read_snapshot` translates it.
         """
-        items = [item for item in items_by_label(connection, self.labels) if item is not None]
+        items = [item for item in read_items_by_label(connection, self.labels) if item is not None]
         if self.condition is not None:
             labels = np.array([item.label for item in items], np.int64)
             mask = Segment(labels, [item.metadata for item in items]).passing_mask(self.condition)

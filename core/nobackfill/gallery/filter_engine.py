@@ -40,7 +40,7 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.search.index import Labels, Mask, Rows, find_label_rows
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.sqlite_file import items_by_label
+from nobackfill.gallery.sqlite_file import read_items_by_label
 from nobackfill.gallery.store import Change, Store, is_storable_text
 
 # Metadata as columns: for each key the sorted values with the rows that have them, in numpy arrays.
@@ -62,7 +62,7 @@ class SortedTexts(NamedTuple):
     """Texts in increasing order; the rows of text i lie from starts[i] to starts[i + 1]."""
 
     values: list[str]
-    starts: NDArray[np.int64]
+    row_starts: NDArray[np.int64]
     rows: ColumnRows
 
 
@@ -74,13 +74,13 @@ class KeyColumn:
         texts: The texts.
         integers: Integers of 64 bits.
         floats: Other numbers.
-        flags: The rows that have False, and the rows that have True.
+        flag_rows: The rows that have False, and the rows that have True.
     """
 
     texts: SortedTexts
     integers: SortedNumbers
     floats: SortedNumbers
-    flags: tuple[ColumnRows, ColumnRows]
+    flag_rows: tuple[ColumnRows, ColumnRows]
 
     @cached_property
     def _times(self) -> SortedNumbers:
@@ -97,7 +97,7 @@ class KeyColumn:
     @cached_property
     def memory_bytes(self) -> int:
         """Estimate the memory of the column, in bytes. It is computed once."""
-        arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flags)
+        arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flag_rows)
         texts = sum(map(sys.getsizeof, self.texts.values)) + 8 * len(self.texts.values)
         # Includes a time for each text, since it may come to that.
         return texts + 12 * len(self.texts.rows) + sum(array.nbytes for array in arrays)
@@ -121,14 +121,14 @@ class KeyColumn:
             return [_in_bounds(column, test) for column in (self.integers, self.floats)]
         if isinstance(test, TimeRange):
             return [_in_bounds(self._times, test)]
-        return [self.texts.rows, self.integers.rows, self.floats.rows, *self.flags]
+        return [self.texts.rows, self.integers.rows, self.floats.rows, *self.flag_rows]
 
     def _one_of(self, values: Sequence[Scalar]) -> list[ColumnRows]:
         pieces = []
         numbers: list[int | float] = []
         for value in values:
             if isinstance(value, bool):
-                pieces.append(self.flags[value])
+                pieces.append(self.flag_rows[value])
             elif isinstance(value, str):
                 i = bisect_left(self.texts.values, value)
                 if i < len(self.texts.values) and self.texts.values[i] == value:
@@ -144,7 +144,7 @@ class KeyColumn:
         return pieces
 
     def _with_text(self, i: int) -> ColumnRows:
-        return self.texts.rows[self.texts.starts[i] : self.texts.starts[i + 1]]
+        return self.texts.rows[self.texts.row_starts[i] : self.texts.row_starts[i + 1]]
 
 
 def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
@@ -467,7 +467,7 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        items = items_by_label(connection, labels)
+        items = read_items_by_label(connection, labels)
     return {item.label: item.metadata for item in items if item is not None}
 
 

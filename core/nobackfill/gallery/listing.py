@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.spec import MetadataValue, Origin
-from nobackfill.gallery.sqlite_file import StoredItem, find_space, rows_to_labels, vector_table
+from nobackfill.gallery.sqlite_file import StoredItem, find_space, rows_to_labels, vector_table_name
 from nobackfill.gallery.store import Change, Store, is_storable_text
 
 # Rows that are compared with the labels of a filter at a time.
@@ -160,7 +160,7 @@ def _uncertain(
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
     last = ListingPosition(0, float("inf")) if start_after is None else start_after
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         rows = connection.execute(
             f"SELECT label, uncertainty FROM {table} WHERE uncertainty IS NOT NULL"
             " AND (uncertainty < :uncertainty OR uncertainty = :uncertainty AND label > :label)"
@@ -178,15 +178,15 @@ class MetadataGroup:
 
     Attributes:
         value: The value.
-        items: Number of items.
+        item_count: Number of items.
         labels: int64, increasing: the items that have a vector in the space.
-        re_embedded: Number of items whose vector was re-embedded.
+        reembedded_count: Number of items whose vector was re-embedded.
     """
 
     value: MetadataValue
-    items: int
+    item_count: int
     labels: Labels
-    re_embedded: int
+    reembedded_count: int
 
 
 def group_items_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
@@ -213,7 +213,7 @@ def group_items_by_value(store: Store, key: str, space: str) -> list[MetadataGro
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         if not is_storable_text(key):
             # No item can have such a key, and no statement can contain it.
             return []
@@ -263,7 +263,7 @@ def read_migrated_labels(store: Store, space: str) -> Labels:
         CannotWriteError: The file cannot be opened, or the disk fails.
     """
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         rows = connection.execute(
             f"SELECT label FROM {table} WHERE origin = 'upgraded' ORDER BY label"
         )
@@ -368,8 +368,10 @@ class MigratedItems:
 
     def _on_change(self, change: Change) -> None:
         changes = [(change.deleted_labels, False)]
-        if self._space in change.added:
-            changes.append((change.added[self._space][0], self._space in change.migrated_spaces))
+        if self._space in change.added_vectors:
+            changes.append(
+                (change.added_vectors[self._space][0], self._space in change.migrated_spaces)
+            )
         with self._lock:
             for labels, carried in changes:
                 if self._pending is not None:

@@ -25,7 +25,6 @@ from nobackfill.gallery.sqlite_file import (
     create_in_place,
     explain_unwritable,
     find_space,
-    from_blobs,
     has_free_bytes,
     index_metadata,
     item_from_row,
@@ -37,7 +36,8 @@ from nobackfill.gallery.sqlite_file import (
     read_spaces,
     read_state_value,
     set_state_values,
-    vector_table,
+    vector_table_name,
+    vectors_from_blobs,
 )
 from nobackfill.vectors import check_vectors
 
@@ -53,16 +53,16 @@ class RescueReport:
     """The result of a rescue.
 
     Attributes:
-        items: Number of saved items.
-        vectors: Number of saved vectors by release.
-        unreadable: By table, number of labels on damaged pages.
-        invalid: By table, number of readable but invalid rows.
+        saved_item_count: Number of saved items.
+        saved_vector_counts: Number of saved vectors by release.
+        unreadable_label_counts: By table, number of labels on damaged pages.
+        invalid_row_counts: By table, number of readable but invalid rows.
     """
 
-    items: int = 0
-    vectors: dict[int, int] = field(default_factory=dict)
-    unreadable: dict[str, int] = field(default_factory=dict)
-    invalid: dict[str, int] = field(default_factory=dict)
+    saved_item_count: int = 0
+    saved_vector_counts: dict[int, int] = field(default_factory=dict)
+    unreadable_label_counts: dict[str, int] = field(default_factory=dict)
+    invalid_row_counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def missing_rows(self) -> int:
@@ -70,7 +70,7 @@ class RescueReport:
 
         It counts unreadable and invalid rows of all tables.
         """
-        return sum(self.unreadable.values()) + sum(self.invalid.values())
+        return sum(self.unreadable_label_counts.values()) + sum(self.invalid_row_counts.values())
 
 
 def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) -> RescueReport:
@@ -162,7 +162,7 @@ class _Rescue:
         self._saved: dict[str, int] = {}
 
     def run(self, state: Mapping[str, Any], others: Mapping[str, str]) -> RescueReport:
-        tables = {vector_table(space.number): space for space in self._spaces}
+        tables = {vector_table_name(space.table_number): space for space in self._spaces}
         last = max(self._last("items"), *map(self._last, tables))
         with durable.transaction(self._new):
             set_state_values(self._new, state)
@@ -170,12 +170,12 @@ class _Rescue:
                 add_space(self._new, space.spec, space.state)
                 self._new.execute(
                     "UPDATE spaces SET activated = ? WHERE space = ?",
-                    (space.activated, space.spec.space),
+                    (space.activation_rank, space.spec.space),
                 )
         columns = "label, id, digest, metadata, NULL, NULL"
         for rows in self._pieces("items", columns, "label", last):
             self._items(rows)
-        self._report.items = len(self._saved)
+        self._report.saved_item_count = len(self._saved)
         labels = set(self._saved.values())
         for table, space in tables.items():
             fields = "label, origin, uncertainty, embedding, side"
@@ -208,7 +208,7 @@ class _Rescue:
                     row_range = self._old.execute(query, (low, high)).fetchall()
                 except sqlite3.DatabaseError:
                     if low == high:
-                        _count(self._report.unreadable, table)
+                        _count(self._report.unreadable_label_counts, table)
                         continue
                     middle = (low + high) // 2
                     ranges += [(middle + 1, high), (low, middle)]
@@ -218,7 +218,7 @@ class _Rescue:
                         previous = row[0]
                         rows.append(row)
                     else:
-                        _count(self._report.invalid, table)
+                        _count(self._report.invalid_row_counts, table)
             yield rows
 
     def _next(self, table: str, key: str, start: int) -> int:
@@ -241,7 +241,7 @@ class _Rescue:
                         raise InvalidInputError(f"{item.id}: the damaged gallery has this id twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
-                    _count(self._report.invalid, "items")
+                    _count(self._report.invalid_row_counts, "items")
                     continue
                 self._saved[item.id] = item.label
                 self._new.execute(
@@ -255,20 +255,22 @@ class _Rescue:
         good = [row for row in rows if _is_sound(row, space)]
         bad: set[int] = set()
         for column, dim, unit in (
-            (3, space.spec.dim, space.spec.unit), (4, space.spec.side_dim, False),
+            (3, space.spec.dim, space.spec.unit_norm), (4, space.spec.side_dim, False),
         ):  # fmt: skip
             present = [place for place, row in enumerate(good) if row[column] is not None]
-            vectors = from_blobs([good[place][column] for place in present], dim)
+            vectors = vectors_from_blobs([good[place][column] for place in present], dim)
             try:
-                check_vectors(vectors, dim, error_name=table, unit=unit)
+                check_vectors(vectors, dim, error_name=table, unit_norm=unit)
             except UnusableRowsError as error:
-                bad |= {present[row] for row in error.rows}
+                bad |= {present[row] for row in error.unusable_rows}
         valid = [row for place, row in enumerate(good) if place not in bad]
         if len(valid) < len(rows):
-            _count(self._report.invalid, table, len(rows) - len(valid))
+            _count(self._report.invalid_row_counts, table, len(rows) - len(valid))
         release = space.spec.release
-        self._report.vectors[release] = self._report.vectors.get(release, 0) + len(valid)
-        name = vector_table(find_space(self._new, space.spec.space).number)
+        self._report.saved_vector_counts[release] = self._report.saved_vector_counts.get(
+            release, 0
+        ) + len(valid)
+        name = vector_table_name(find_space(self._new, space.spec.space).table_number)
         with durable.transaction(self._new):
             self._new.executemany(
                 f"INSERT INTO {name} (label, origin, uncertainty, embedding, side)"
@@ -295,7 +297,7 @@ class _Rescue:
                         if row[item] in self._saved:
                             self._new.execute(f"INSERT INTO {name} ({names}) VALUES ({marks})", row)
                     except sqlite3.IntegrityError:
-                        _count(self._report.invalid, name)
+                        _count(self._report.invalid_row_counts, name)
 
 
 def _is_sound(row: Row, space: SpaceInfo) -> bool:

@@ -51,7 +51,7 @@ INSERT INTO commits VALUES (0);
 
 
 @migrations()
-def first(database: Database) -> None:
+def create_format_1(database: Database) -> None:
     """Create the tables of format 1 in an empty file, and record the format in `user_version`.
 
     The caller's transaction holds them.

@@ -43,7 +43,7 @@ class SpaceSpec:
         release: The release whose space it is.
         dim: Dimension of a vector.
         metric: How distances are computed.
-        unit: Whether every vector has norm 1.
+        unit_norm: Whether every vector has norm 1.
         side_space: Id of the side space; None without side-information.
         side_dim: Dimension of the side-information, 0 without.
     """
@@ -52,7 +52,7 @@ class SpaceSpec:
     release: int
     dim: int
     metric: Metric
-    unit: bool
+    unit_norm: bool
     side_space: str | None
     side_dim: int
 
@@ -67,7 +67,7 @@ class SpaceSpec:
             release=manifest.release,
             dim=manifest.embedder.dim,
             metric=manifest.embedder.metric,
-            unit=manifest.embedder.unit,
+            unit_norm=manifest.embedder.unit,
             side_space=manifest.side_space,
             side_dim=manifest.side_encoder.dim if manifest.side_encoder else 0,
         )
@@ -80,14 +80,15 @@ class SpaceInfo:
     Attributes:
         spec: The space.
         state: active, staging or previous.
-        number: Names its table, `vectors_<number>`.
-        activated: Counts activations: the larger, the more recently it was active; 0 for never.
+        table_number: Names its table, `vectors_<number>`.
+        activation_rank: Counts activations: the larger, the more recently it was active; 0 for
+            never.
     """
 
     spec: SpaceSpec
     state: State
-    number: int
-    activated: int
+    table_number: int
+    activation_rank: int
 
 
 def select_space(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:

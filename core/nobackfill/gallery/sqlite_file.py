@@ -65,7 +65,7 @@ _SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
 _SPACE_KINDS_WITHOUT_SIDE = (str, int, int, str, int, type(None), int, str, int, int)
 
 
-def vector_table(number: int) -> str:
+def vector_table_name(number: int) -> str:
     """Return the name of the table of a space's vectors, by the space's number."""
     return f"vectors_{number:d}"
 
@@ -86,12 +86,12 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
         "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
         " activated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            spec.space, spec.release, spec.dim, spec.metric, spec.unit, spec.side_space,
+            spec.space, spec.release, spec.dim, spec.metric, spec.unit_norm, spec.side_space,
             spec.side_dim, state, int(state == "active"),
         ),
     ).lastrowid  # fmt: skip
     assert number is not None
-    connection.execute(VECTOR_TABLE.format(name=vector_table(number)))
+    connection.execute(VECTOR_TABLE.format(name=vector_table_name(number)))
 
 
 def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
@@ -138,7 +138,7 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
     raise missing_space_error(spaces, space)
 
 
-def commit_count(connection: sqlite3.Connection) -> int:
+def read_commit_count(connection: sqlite3.Connection) -> int:
     """Return the number of transactions so far that changed vectors, metadata or spaces.
 
     Raises:
@@ -151,23 +151,23 @@ def commit_count(connection: sqlite3.Connection) -> int:
     return int(rows[0][0])
 
 
-def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
+def vectors_to_blobs(vectors: Vectors | None, row_count: int) -> Sequence[bytes | None]:
     """Return each row as bytes of little-endian float32.
 
     Args:
         vectors: float32 [rows, dim], dim at least 1; other dtypes are converted; None returns
-            `rows` times None.
-        rows: Number of rows; used only where `vectors` is None.
+            `row_count` times None.
+        row_count: Number of rows; used only where `vectors` is None.
     """
     if vectors is None:
-        return [None] * rows
+        return [None] * row_count
     packed = np.ascontiguousarray(vectors, "<f4")
     # As one opaque value for each row, the array becomes bytes objects in one call.
     blobs: list[bytes] = packed.view(f"V{4 * packed.shape[1]}").ravel().tolist()
     return blobs
 
 
-def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
+def vectors_from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
     """Return n blobs of little-endian float32 as rows [n, dim], read-only.
 
     Without blobs, the array is [0, dim]. The values are not checked: they may be NaN.
@@ -194,7 +194,7 @@ def rows_to_labels(rows: Iterable[tuple[int]]) -> Labels:
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
-def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
+def read_all_labels(connection: sqlite3.Connection, table: str) -> Labels:
     """Return every label of a table, int64 [n], increasing.
 
     SQLite joins many labels into one text. That takes half the time of single rows, and leaves the
@@ -220,7 +220,7 @@ def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
         last = parts[-1][-1]
 
 
-def joined_blobs(
+def read_joined_embeddings(
     connection: sqlite3.Connection, table: str, condition: str, parameters: tuple[int | str, ...],
     count: int, size: int,
 ) -> bytes | None:  # fmt: skip
@@ -316,7 +316,7 @@ def read_format(connection: sqlite3.Connection, path: Path) -> int:
         sqlite3.DatabaseError: The file cannot be read, or is no database.
     """
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-        raise not_a_gallery(path, "a database of another program")
+        raise not_a_gallery_error(path, "a database of another program")
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > GALLERY_FORMAT:
         raise VerificationError(
@@ -398,7 +398,7 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
             raise DamagedError(path, f"its table {table!r} has no number as its key")
 
 
-def not_a_gallery(path: Path, kind: str) -> VerificationError:
+def not_a_gallery_error(path: Path, kind: str) -> VerificationError:
     """Return, without raising it, the error for a file that is no gallery."""
     return VerificationError(f"{path}: expected a gallery, got {kind}; name the gallery's file")
 
@@ -427,15 +427,15 @@ _FORGET = (
 )
 
 
-def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> None:
+def index_metadata(connection: sqlite3.Connection, first_label: int, last_label: int) -> None:
     """Add items to the index of the metadata, read from their rows.
 
     A list counts as each of its different texts; an empty one is not indexed.
 
     Args:
         connection: In a transaction.
-        first: The first label.
-        last: The last label, which is included; labels without an item are skipped.
+        first_label: The first label.
+        last_label: The last label, which is included; labels without an item are skipped.
 
     Raises:
         sqlite3.IntegrityError: An item is in the index already with the same value.
@@ -443,7 +443,7 @@ def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> Non
     """
     connection.execute(
         f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
-        {"first": first, "last": last},
+        {"first": first_label, "last": last_label},
     )
 
 
@@ -509,16 +509,16 @@ class StoredVectors:
         origins: How each vector was made.
         uncertainties: None where a row has no uncertainty.
         embedding: float32 [n, dim].
-        sides: Side-information as bytes; None where a row has none.
+        side_blobs: Side-information as bytes; None where a row has none.
     """
 
     labels: Labels
     origins: list[Origin]
     uncertainties: list[float | None]
     embedding: Vectors
-    sides: list[bytes | None]
+    side_blobs: list[bytes | None]
 
-    def groups(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+    def writable_groups(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Split rows into groups that can be written together.
 
         The rows of a group have the same origin; all or none have side-information, and all or none
@@ -535,13 +535,13 @@ class StoredVectors:
             IndexError: An index is out of range.
         """
         kinds = [
-            (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
+            (self.origins[row], self.side_blobs[row] is None, self.uncertainties[row] is None)
             for row in rows.tolist()
         ]
         for kind in sorted(set(kinds)):
             yield rows[[place for place, one in enumerate(kinds) if one == kind]]
 
-    def row(self, row: int) -> tuple[object, ...]:
+    def row_values(self, row: int) -> tuple[object, ...]:
         """Return origin, uncertainty, embedding and side-information of a row, for a comparison bit
         for bit.
 
@@ -553,7 +553,7 @@ class StoredVectors:
         """
         return (
             self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
-            self.sides[row],
+            self.side_blobs[row],
         )  # fmt: skip
 
 
@@ -606,7 +606,7 @@ _ORIGINS = (None, *get_args(Origin))
 FETCH_ROWS = 4096
 
 
-def items_by_label(
+def read_items_by_label(
     connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
 ) -> list[StoredItem | None]:
     """Return items in the order of `labels`; None where an item does not exist.
@@ -627,7 +627,7 @@ def items_by_label(
     numbers = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v ON v.label = i.label"
     rows = connection.execute(
         f"SELECT i.label, i.id, i.digest, i.metadata, {of_vector} FROM items i {join}"
@@ -744,12 +744,14 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
         DamagedError: A row of the table of spaces is invalid.
         sqlite3.Error: SQLite fails, or a table is missing; `Store.read_snapshot` translates it.
     """
-    table = "items" if space is None else vector_table(find_space(connection, space).number)
+    table = (
+        "items" if space is None else vector_table_name(find_space(connection, space).table_number)
+    )
     number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
     return number
 
 
-def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
+def read_all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
     """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
 
     Without vectors, n is 0. Values are not checked: they may be NaN. The arrays are views of memory
@@ -778,11 +780,11 @@ def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels
 
 def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[Labels, Vectors]]:
     rows = connection.execute(
-        f"SELECT label, embedding FROM {vector_table(info.number)} ORDER BY label"
+        f"SELECT label, embedding FROM {vector_table_name(info.table_number)} ORDER BY label"
     )
     while chunk := rows.fetchmany(FETCH_ROWS):
         labels, blobs = zip(*chunk, strict=True)
-        yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
+        yield np.array(labels, np.int64), vectors_from_blobs(blobs, info.spec.dim)
 
 
 class VectorsOnDisk:
@@ -793,8 +795,8 @@ class VectorsOnDisk:
     def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
         self._connection = connection
         self._info = info
-        self._table = vector_table(info.number)
-        self.labels = all_labels(connection, self._table)
+        self._table = vector_table_name(info.table_number)
+        self.labels = read_all_labels(connection, self._table)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -809,7 +811,7 @@ class VectorsOnDisk:
     def _some(self, requested: Labels) -> Vectors:
         condition, parameters = labels_sql_condition(requested)
         if (requested[1:] > requested[:-1]).all():
-            joined = joined_blobs(
+            joined = read_joined_embeddings(
                 self._connection, self._table, condition, parameters, len(requested),
                 4 * self._info.spec.dim,
             )  # fmt: skip
@@ -820,7 +822,7 @@ class VectorsOnDisk:
             parameters,
         ).fetchall()
         labels, blobs = zip(*pairs, strict=True)
-        vectors = from_blobs(blobs, self._info.spec.dim)
+        vectors = vectors_from_blobs(blobs, self._info.spec.dim)
         # A range may contain further labels.
         places = np.searchsorted(np.array(labels, np.int64), requested)
         return vectors if np.array_equal(places, np.arange(len(labels))) else vectors[places]
@@ -839,12 +841,12 @@ def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> 
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     row = connection.execute(
-        f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
+        f"SELECT embedding FROM {vector_table_name(info.table_number)} WHERE label = ?", (label,)
     ).fetchone()
-    return from_blobs([row[0]], info.spec.dim) if row else None
+    return vectors_from_blobs([row[0]], info.spec.dim) if row else None
 
 
-def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
+def draw_random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
     """Draw labels of a space at random, without reading a whole table.
 
     Args:
@@ -860,7 +862,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    table = vector_table(info.number)
+    table = vector_table_name(info.table_number)
 
     def following(numbers: list[int]) -> Labels:
         return rows_to_labels(
@@ -895,11 +897,11 @@ def read_vectors(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
-        f"SELECT embedding FROM {vector_table(info.number)}"
+        f"SELECT embedding FROM {vector_table_name(info.table_number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(labels.tolist()),),
     )
-    return from_blobs([row[0] for row in rows], info.spec.dim)
+    return vectors_from_blobs([row[0] for row in rows], info.spec.dim)
 
 
 def stored_vectors(
@@ -920,14 +922,15 @@ def stored_vectors(
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
-        f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
+        "SELECT label, origin, uncertainty, embedding, side FROM "
+        f"{vector_table_name(info.table_number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(labels.tolist()),),
     ).fetchall()
     columns = [[row[place] for row in rows] for place in range(5)]
     return StoredVectors(
         np.array(columns[0], np.int64), columns[1], columns[2],
-        from_blobs(columns[3], info.spec.dim), columns[4],
+        vectors_from_blobs(columns[3], info.spec.dim), columns[4],
     )  # fmt: skip
 
 
@@ -1393,7 +1396,7 @@ class FileConnections:
             if code & 0xFF in _NO_ROOM and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise _NoRoomError from error
             if code == sqlite3.SQLITE_NOTADB:
-                raise not_a_gallery(self.path, "a file of another kind") from error
+                raise not_a_gallery_error(self.path, "a file of another kind") from error
             translation = error_from_sqlite(self.path, error)
             if translation is None:
                 raise
@@ -1552,7 +1555,7 @@ class FileConnections:
                 writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         return not busy
 
-    def compact(self, pages: int) -> None:
+    def compact(self, page_count: int) -> None:
         """Return free pages to the file system.
 
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
@@ -1562,7 +1565,7 @@ class FileConnections:
         commit.
 
         Args:
-            pages: Pages that one transaction returns, at least 1; other processes may commit
+            page_count: Pages that one transaction returns, at least 1; other processes may commit
                 between two.
 
         Raises:
@@ -1574,9 +1577,9 @@ class FileConnections:
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
             free = writer.execute("PRAGMA freelist_count").fetchone()[0]
-            for _ in range(0, free, pages):
+            for _ in range(0, free, page_count):
                 # executescript runs the statement to its end; execute would free only one page.
-                writer.executescript(f"PRAGMA incremental_vacuum({pages})")
+                writer.executescript(f"PRAGMA incremental_vacuum({page_count})")
             writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:

@@ -424,7 +424,7 @@ class SqliteGallery(Store):
             target: The space to write; it need not exist.
 
         Returns:
-            The cost; zeros, except `left_behind`, if nothing is to be migrated.
+            The cost; zeros, except `left_behind_count`, if nothing is to be migrated.
 
         Raises:
             InvalidInputError: The runner's output is invalid.

@@ -39,19 +39,19 @@ from nobackfill.gallery.sqlite_file import (
     StoredItem,
     add_space,
     count_rows,
+    draw_random_labels,
     find_space,
-    from_blobs,
     item_from_row,
     items_page,
     labels_sql_condition,
     live_labels,
     open_connection,
-    random_labels,
     read_spaces,
     read_vectors,
     rows_to_labels,
     set_state_values,
-    vector_table,
+    vector_table_name,
+    vectors_from_blobs,
 )
 from nobackfill.gallery.store import (
     Change,
@@ -80,7 +80,7 @@ class RunnerResult(Protocol):
         ...
 
     @property
-    def side(self) -> Vectors | None:
+    def side_information(self) -> Vectors | None:
         """Return float32 [n, side_dim], or None where the upgrade makes no side-information."""
         ...
 
@@ -255,15 +255,15 @@ class UpgradeProgress:
     """The progress of an upgrade.
 
     Attributes:
-        complete: Items with a vector in the target.
-        total: All items.
-        writes: Vectors that this run has written.
+        complete_count: Items with a vector in the target.
+        item_count: All items.
+        written_count: Vectors that this run has written.
         seconds: Time since the start of this run.
     """
 
-    complete: int
-    total: int
-    writes: int
+    complete_count: int
+    item_count: int
+    written_count: int
     seconds: float
 
 
@@ -272,14 +272,14 @@ class UpgradeOutcome:
     """The end of an upgrade.
 
     Attributes:
-        writes: Vectors that this run has written.
-        left_behind: Items without a vector in the target.
-        stopped: Whether `should_stop` ended it.
+        written_count: Vectors that this run has written.
+        left_behind_count: Items without a vector in the target.
+        was_stopped: Whether `should_stop` ended it.
     """
 
-    writes: int
-    left_behind: int
-    stopped: bool
+    written_count: int
+    left_behind_count: int
+    was_stopped: bool
 
 
 def run_upgrade(
@@ -289,7 +289,7 @@ def run_upgrade(
     *,
     source: str | None = None,
     origin: Origin = "upgraded",
-    chunk_items: int = CHUNK_ROWS,
+    items_per_chunk: int = CHUNK_ROWS,
     order: UpgradeOrder = "label",
     transform_ahead: bool = False,
     on_progress: Callable[[UpgradeProgress], None] | None = None,
@@ -309,7 +309,7 @@ def run_upgrade(
         target: The space to write.
         source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk_items: Items of a transaction, at least 1.
+        items_per_chunk: Items of a transaction, at least 1.
         order: label: as the items were stored. uncertainty: those whose present vector is least
             certain come first.
         transform_ahead: Transform a chunk in a thread while the previous one is written. It takes
@@ -337,10 +337,10 @@ def run_upgrade(
             stay.
         KeyError, ValueError: `order` is unknown.
     """
-    if chunk_items < 1:
+    if items_per_chunk < 1:
         raise InvalidInputError(
-            "chunk_items, the number of items that an upgrade migrates at once: expected at "
-            f"least 1, got {chunk_items}; pass a larger number"
+            "items_per_chunk, the number of items that an upgrade migrates at once: expected at "
+            f"least 1, got {items_per_chunk}; pass a larger number"
         )
     store.add_staging_space(target)
     windows = store.windows_of_missing_vectors(
@@ -354,7 +354,7 @@ def run_upgrade(
 
     def until_stopped() -> Iterator[Chunk]:
         nonlocal stopped
-        for one in windows.chunks(order, chunk_items):
+        for one in windows.chunks(order, items_per_chunk):
             if should_stop is not None and should_stop():
                 stopped = True
                 return
@@ -433,7 +433,7 @@ def _write(
     except UnusableOutputError as error:
         raise _with_ids(store, labels, target, error) from error
     return store.write_vectors(
-        target.space, labels, upgraded.embedding, side=upgraded.side,
+        target.space, labels, upgraded.embedding, side=upgraded.side_information,
         uncertainty=upgraded.uncertainty, origin=origin,
     )  # fmt: skip
 
@@ -442,12 +442,12 @@ def _with_ids(
     store: UpgradableStore, labels: Labels, target: SpaceSpec, error: UnusableOutputError
 ) -> UnusableOutputError:
     """Return the error with ids in place of row numbers."""
-    items = store.items([int(labels[row]) for row in error.rows])
+    items = store.items([int(labels[row]) for row in error.unusable_rows])
     names = join_few(item.id for item in items if item is not None)
     return UnusableOutputError(
         f"the upgrade to release {target.release} gives no usable vector for {names}: re-embed "
         "these items from their images or texts, or ask the publisher for another release",
-        error.rows,
+        error.unusable_rows,
     )
 
 
@@ -552,7 +552,7 @@ def write_vectors(
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)
         if not replace:
-            existing = live_labels(connection, vector_table(info.number), labels)
+            existing = live_labels(connection, vector_table_name(info.table_number), labels)
             good = np.setdiff1d(good, existing, assume_unique=True)
         rows = order[find_label_rows(labels[order], good)]
         selected = checked.select(rows)
@@ -564,12 +564,12 @@ def write_vectors(
     return good
 
 
-def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
+def check_uncertainty(uncertainty: ArrayLike | None, row_count: int) -> NDArray[np.float32] | None:
     """Check the uncertainties of an upgrade. Negative ones pass.
 
     Args:
         uncertainty: float32 or float64 [n]; None for none.
-        rows: The expected number n.
+        row_count: The expected number n.
 
     Returns:
         float32 [rows]; None for None.
@@ -584,10 +584,10 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
         return None
     column = np.asarray(uncertainty)[:, None]
     doubt = check_vectors(column, 1, error_name="uncertainties of an upgrade")[:, 0]
-    if len(doubt) != rows:
+    if len(doubt) != row_count:
         raise InvalidInputError(
-            f"uncertainties of an upgrade: expected one for each of {rows} upgraded vectors, got "
-            f"{len(doubt)}; return as many as vectors, or None"
+            f"uncertainties of an upgrade: expected one for each of {row_count} upgraded vectors, "
+            f"got {len(doubt)}; return as many as vectors, or None"
         )
     return doubt
 
@@ -632,7 +632,7 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         missing_count = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
         return items_page(connection, 0, limit, missing_count)
 
@@ -707,7 +707,7 @@ def rollback(
                 "this gallery has no older release to roll back to: it was never upgraded, or "
                 "the older release's vectors were removed. Activate a release instead"
             )
-        target = max(previous, key=lambda info: info.activated)
+        target = max(previous, key=lambda info: info.activation_rank)
         _activate(connection, target, "staging", leave_behind)
         set_state_values(connection, state or {})
         changes.append(_SPACES_CHANGED)
@@ -723,7 +723,7 @@ def _activate(
     connection.execute(
         "UPDATE spaces SET state = 'active', activated = (SELECT max(activated) + 1 FROM spaces)"
         " WHERE number = ?",
-        (target.number,),
+        (target.table_number,),
     )
 
 
@@ -782,12 +782,12 @@ def drop_space(store: Store, space: str) -> None:
     with store.change_transaction() as (connection, changes):
         info = find_space(connection, space)
         ensure_not_active(info)
-        table = vector_table(info.number)
+        table = vector_table_name(info.table_number)
         piece = f"DELETE FROM {table} WHERE label IN (SELECT label FROM {table} LIMIT {DROP_ROWS})"
         while connection.execute(piece).rowcount:
             pass
         connection.execute(f"DROP TABLE {table}")
-        connection.execute("DELETE FROM spaces WHERE number = ?", (info.number,))
+        connection.execute("DELETE FROM spaces WHERE number = ?", (info.table_number,))
         changes.append(_SPACES_CHANGED)
     store.scrub()
 
@@ -812,7 +812,7 @@ def least_certain_items(store: Store, space: str, limit: int = 100) -> list[Stor
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         rows = connection.execute(
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
             f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
@@ -846,7 +846,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        table = vector_table(find_space(connection, space).number)
+        table = vector_table_name(find_space(connection, space).table_number)
         rows = connection.execute(
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
             f" FROM items i JOIN {table} v ON v.label = i.label"
@@ -883,8 +883,8 @@ def sample_pairs(
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
-        labels = random_labels(connection, second, count)
-        labels = live_labels(connection, vector_table(first.number), labels)
+        labels = draw_random_labels(connection, second, count)
+        labels = live_labels(connection, vector_table_name(first.table_number), labels)
         pairs = [read_vectors(connection, labels, info) for info in (first, second)]
     return labels, pairs[0], pairs[1]
 
@@ -994,11 +994,11 @@ class RemainingVectors:
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
         if self.target is not None:
-            target_table = vector_table(self.target.number)
+            target_table = vector_table_name(self.target.table_number)
             where += f" AND NOT EXISTS (SELECT 1 FROM {target_table} t WHERE t.label = s.label)"
         with self.store.read_snapshot() as connection:
             rows = connection.execute(
-                f"SELECT s.label FROM {vector_table(self.source.number)} s"
+                f"SELECT s.label FROM {vector_table_name(self.source.table_number)} s"
                 f" WHERE s.label > ? AND {where} ORDER BY {by}",
                 (start_after,),
             )
@@ -1027,7 +1027,8 @@ class RemainingVectors:
         with self.store.read_snapshot() as connection:
             rows = connection.execute(
                 f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
-                f" FROM {vector_table(self.source.number)} WHERE {condition} ORDER BY label",
+                f" FROM {vector_table_name(self.source.table_number)} WHERE {condition} "
+                "ORDER BY label",
                 parameters,
             ).fetchall()
         spec = self.source.spec
@@ -1038,8 +1039,8 @@ class RemainingVectors:
         # A range may contain further labels.
         requested = np.isin(stored_labels, labels)
         embedding, side = ([*compress(column, requested)] for column in columns)
-        sides = from_blobs(side, spec.side_dim) if with_side else None
-        return stored_labels[requested], from_blobs(embedding, spec.dim), sides
+        sides = vectors_from_blobs(side, spec.side_dim) if with_side else None
+        return stored_labels[requested], vectors_from_blobs(embedding, spec.dim), sides
 
 
 NEIGHBOUR_PROBES = 1000
@@ -1051,16 +1052,18 @@ NEIGHBOURS = 10
 SamplePairs = Callable[[str, str, int], tuple[Labels, Vectors, Vectors]]
 
 
-def neighbour_overlap(sample: SamplePairs, old: SpaceSpec, new: SpaceSpec) -> float | None:
+def neighbour_overlap(
+    draw_pairs: SamplePairs, source: SpaceSpec, target: SpaceSpec
+) -> float | None:
     """Measure the share of nearest neighbours that an upgrade preserves.
 
     Probes are items that have a vector in both spaces, drawn at random at each call. For each
     probe, its NEIGHBOURS nearest other probes are compared.
 
     Args:
-        sample: Draws the probes.
-        old: The source space.
-        new: The target space.
+        draw_pairs: Draws the probes.
+        source: The source space.
+        target: The target space.
 
     Returns:
         0 to 1; None if at most NEIGHBOURS items have both vectors.
@@ -1069,14 +1072,14 @@ def neighbour_overlap(sample: SamplePairs, old: SpaceSpec, new: SpaceSpec) -> fl
         IncompatibleSpaceError: The gallery lacks a space.
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be opened, does not answer, is damaged, or was closed; raised by
-            `sample`.
+            `draw_pairs`.
     """
-    labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
+    labels, old_vectors, new_vectors = draw_pairs(source.space, target.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
         return None
     old_nearest, new_nearest = (
-        _nearest(old, labels, old_vectors),
-        _nearest(new, labels, new_vectors),
+        _nearest(source, labels, old_vectors),
+        _nearest(target, labels, new_vectors),
     )
     shares = [
         len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(old_nearest, new_nearest, strict=True)
@@ -1102,20 +1105,25 @@ class Estimate:
     """The estimated cost of an upgrade.
 
     Attributes:
-        items: Items to migrate.
+        item_count: Items to migrate.
         seconds: Time of reading, migrating and writing without pauses.
-        bytes: Growth of the file.
-        left_behind: Items that cannot be migrated.
+        growth_bytes: Growth of the file.
+        left_behind_count: Items that cannot be migrated.
     """
 
-    items: int
+    item_count: int
     seconds: float
-    bytes: int
-    left_behind: int
+    growth_bytes: int
+    left_behind_count: int
 
 
 def estimate_upgrade(
-    store: Store, runner: Runner, target: SpaceSpec, scratch: Path, *, source: str | None = None
+    store: Store,
+    runner: Runner,
+    target: SpaceSpec,
+    scratch_folder: Path,
+    *,
+    source: str | None = None,
 ) -> Estimate:
     """Estimate the cost of `run_upgrade` on two chunks of items; change nothing in the gallery.
 
@@ -1126,11 +1134,11 @@ def estimate_upgrade(
         store: The gallery.
         runner: The transform.
         target: The space to write.
-        scratch: Folder of the temporary file, on the gallery's disk.
+        scratch_folder: Folder of the temporary file, on the gallery's disk.
         source: Id of the space to read; None or "" for the active one.
 
     Returns:
-        The cost; zeros, except `left_behind`, if nothing is to be migrated. `left_behind` counts
+        The cost; zeros, except `left_behind_count`, if nothing is to be migrated. It counts
         items without side-information that the runner needs.
 
     Raises:
@@ -1142,7 +1150,7 @@ def estimate_upgrade(
         BusyError: Another process has the file to itself, or changed it during a read without a
             lock.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: `scratch` is missing or cannot be written.
+        OSError: `scratch_folder` is missing or cannot be written.
         UnusableOutputError: As a VerificationError: the runner makes no usable vector for some
             rows.
         Exception: Any other error of the runner.
@@ -1162,14 +1170,14 @@ def estimate_upgrade(
     probe_table = _ProbeTable(target)
     start_time = time.perf_counter()
     temporary = tempfile.TemporaryDirectory(
-        prefix=f"{durable.TEMPORARY_PREFIX}estimate-", dir=scratch
+        prefix=f"{durable.TEMPORARY_PREFIX}estimate-", dir=scratch_folder
     )
     with temporary as folder, probe_table.open(Path(folder) / "probe.sqlite") as connection:
         for start in range(0, len(probe), CHUNK_ROWS):
             rows = probe[start : start + CHUNK_ROWS]
             labels, embedding, side = remaining.read(rows, runner.reads_side)
             upgraded = runner.run(embedding, side)
-            new = NewVectors(target.space, upgraded.embedding, upgraded.side)
+            new = NewVectors(target.space, upgraded.embedding, upgraded.side_information)
             probe_table.write(
                 connection, check_new_vectors(probe_table.info, new, len(labels)), labels
             )
@@ -1192,7 +1200,7 @@ class _ProbeTable:
             connection.execute("PRAGMA journal_mode = WAL")
             # Its vectors belong to items of the gallery's file.
             connection.execute("PRAGMA foreign_keys = OFF")
-            connection.execute(VECTOR_TABLE.format(name=vector_table(self.info.number)))
+            connection.execute(VECTOR_TABLE.format(name=vector_table_name(self.info.table_number)))
             yield connection
 
     def write(

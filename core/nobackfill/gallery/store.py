@@ -32,16 +32,16 @@ from nobackfill.gallery.sqlite_file import (
     FileConnections,
     StoredItem,
     SuspendablePool,
-    all_vectors,
     check_pages,
-    commit_count,
     count_rows,
     create_file,
     find_space,
     index_metadata,
-    items_by_label,
     items_page,
     live_labels,
+    read_all_vectors,
+    read_commit_count,
+    read_items_by_label,
     read_spaces,
     read_state_value,
     read_state_values,
@@ -49,9 +49,9 @@ from nobackfill.gallery.sqlite_file import (
     rows_to_labels,
     set_metadata,
     set_state_values,
-    to_blobs,
     unindex_metadata,
-    vector_table,
+    vector_table_name,
+    vectors_to_blobs,
 )
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -61,14 +61,14 @@ class Change:
     """The effect of one committed transaction.
 
     Attributes:
-        added: New or replaced vectors: labels and embeddings by space id.
+        added_vectors: New or replaced vectors: labels and embeddings by space id.
         deleted_labels: Labels that were removed from every space, before the others were added.
         spaces_changed: Whether a space was added or removed, or changed its state.
         metadata_labels: Labels that are new, or whose metadata may have changed.
-        migrated_spaces: The spaces of `added` whose vectors were migrated.
+        migrated_spaces: The spaces of `added_vectors` whose vectors were migrated.
     """
 
-    added: Mapping[str, tuple[Labels, Vectors]]
+    added_vectors: Mapping[str, tuple[Labels, Vectors]]
     deleted_labels: Labels
     spaces_changed: bool = False
     metadata_labels: Labels = field(default_factory=lambda: np.empty(0, np.int64))
@@ -91,13 +91,13 @@ class NewVectors:
     Attributes:
         space: Id of the space.
         embedding: float32 [n, dim].
-        side: Side-information, float32 [n, side_dim], or None.
+        side_information: Side-information, float32 [n, side_dim], or None.
         origin: How the vectors were made.
     """
 
     space: str
     embedding: ArrayLike
-    side: ArrayLike | None = None
+    side_information: ArrayLike | None = None
     origin: Origin = "native"
 
 
@@ -107,11 +107,11 @@ class PutResult:
 
     Attributes:
         labels: int64 [n], label of each item.
-        changed: bool [n], False where the same content was stored already.
+        changed_mask: bool [n], False where the same content was stored already.
     """
 
     labels: Labels
-    changed: NDArray[np.bool_]
+    changed_mask: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ def _is_value(value: MetadataValue) -> bool:
 class CheckedVectors:
     """Vectors of one space that passed every check."""
 
-    info: SpaceInfo
+    space_info: SpaceInfo
     embedding: Vectors
-    side: Vectors | None
+    side_information: Vectors | None
     origin: Origin
 
     @property
@@ -258,17 +258,17 @@ class CheckedVectors:
         Raises:
             IndexError: An index is out of range, or the mask has another length.
         """
-        side = None if self.side is None else self.side[rows]
-        return CheckedVectors(self.info, self.embedding[rows], side, self.origin)
+        side = None if self.side_information is None else self.side_information[rows]
+        return CheckedVectors(self.space_info, self.embedding[rows], side, self.origin)
 
 
-def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVectors:
+def check_new_vectors(info: SpaceInfo, new: NewVectors, item_count: int) -> CheckedVectors:
     """Check vectors of a space.
 
     Args:
         info: The space.
         new: The vectors.
-        rows: The expected number of rows.
+        item_count: The expected number of rows.
 
     Returns:
         The vectors as float32, not copied where they are that already. Side-information may be
@@ -283,21 +283,21 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
     """
     spec = info.spec
     what = f"embeddings of release {spec.release}"
-    embedding = check_vectors(new.embedding, spec.dim, error_name=what, unit=spec.unit)
+    embedding = check_vectors(new.embedding, spec.dim, error_name=what, unit_norm=spec.unit_norm)
     side = None
-    if new.side is not None:
+    if new.side_information is not None:
         what = f"side-information of release {spec.release}"
         if spec.side_space is None:
             raise InvalidInputError(
                 f"{what}: the release computes no side-information, so its gallery stores none; "
                 "leave it out"
             )
-        side = check_vectors(new.side, spec.side_dim, error_name=what)
+        side = check_vectors(new.side_information, spec.side_dim, error_name=what)
     for array in (embedding, side):
-        if array is not None and len(array) != rows:
+        if array is not None and len(array) != item_count:
             raise InvalidInputError(
-                f"{what}: expected {rows} vectors, one for each item, got {len(array)}; pass as "
-                "many as items"
+                f"{what}: expected {item_count} vectors, one for each item, got {len(array)}; "
+                "pass as many as items"
             )
     return CheckedVectors(info, embedding, side, new.origin)
 
@@ -327,14 +327,14 @@ def insert_vectors(
     rows = len(labels)
     verb = "INSERT OR REPLACE" if replace else "INSERT"
     connection.executemany(
-        f"{verb} INTO {vector_table(checked.info.number)}"
+        f"{verb} INTO {vector_table_name(checked.space_info.table_number)}"
         " (label, origin, uncertainty, embedding, side) VALUES (?, ?, ?, ?, ?)",
         zip(
             labels.tolist(),
             repeat(checked.origin),
             repeat(None) if uncertainty is None else uncertainty.tolist(),
-            to_blobs(checked.embedding, rows),
-            to_blobs(checked.side, rows),
+            vectors_to_blobs(checked.embedding, rows),
+            vectors_to_blobs(checked.side_information, rows),
             strict=False,
         ),
     )
@@ -382,7 +382,7 @@ def insert_batch(
     set_metadata(connection, [(label, text) for label, text in texts if text])
     rows_written = []
     for checked in vectors:
-        table = vector_table(checked.info.number)
+        table = vector_table_name(checked.space_info.table_number)
         missing = np.ones(len(labels), np.bool_)
         selected = checked
         if unchanged.any():
@@ -414,15 +414,18 @@ def change_after_put(
         with_metadata: Whether the put had metadata.
 
     Returns:
-        The change. A space without a new row is not in `added`; a repeated space would lose rows.
+        The change. A space without a new row is not in `added_vectors`; a repeated space would
+        lose rows.
     """
     added = {
-        one.info.spec.space: (result.labels[rows], one.embedding[rows])
+        one.space_info.spec.space: (result.labels[rows], one.embedding[rows])
         for one, rows in zip(vectors, rows_written, strict=True)
         if rows.any()
     }
-    described = result.labels if with_metadata else result.labels[result.changed]
-    migrated_spaces = tuple(one.info.spec.space for one in vectors if one.origin == "upgraded")
+    described = result.labels if with_metadata else result.labels[result.changed_mask]
+    migrated_spaces = tuple(
+        one.space_info.spec.space for one in vectors if one.origin == "upgraded"
+    )
     return Change(added, replaced, metadata_labels=described, migrated_spaces=migrated_spaces)
 
 
@@ -660,13 +663,13 @@ class Store:
             old_count = new_count = -1
             try:
                 with self._connections.transaction() as connection:
-                    old_count = commit_count(connection)
+                    old_count = read_commit_count(connection)
                     connection.execute("UPDATE commits SET count = count + 1")
                     yield connection, changes
             finally:
                 # An error may follow the commit: report what is durable.
                 with self._connections.writer() as connection:
-                    new_count = commit_count(connection) if old_count >= 0 else old_count
+                    new_count = read_commit_count(connection) if old_count >= 0 else old_count
                 if new_count > old_count:
                     for change in changes:
                         for listener in list(self._listeners):
@@ -692,14 +695,14 @@ class Store:
         self._unscrubbed = not self._connections.scrub()
         return not self._unscrubbed
 
-    def compact(self, pages: int) -> None:
+    def compact(self, page_count: int) -> None:
         """Return free pages to the file system.
 
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
         reader prevents it. After an error, pages that were returned stay returned.
 
         Args:
-            pages: Pages that one transaction returns, at least 1; other processes may commit
+            page_count: Pages that one transaction returns, at least 1; other processes may commit
                 between two.
 
         Raises:
@@ -708,7 +711,7 @@ class Store:
             NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
         """
-        self._connections.compact(pages)
+        self._connections.compact(page_count)
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` after each commit of this process, in order, in the writer's thread.
@@ -861,18 +864,18 @@ class Store:
         """
         return self.delete_chosen(lambda connection: labels_of(connection, ids))
 
-    def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
+    def delete_chosen(self, choose_labels: Callable[[Connection], Labels]) -> int:
         """Delete items that are chosen in the same transaction, and their bytes from file and log.
 
         Listeners are called, also where n is 0. If a reader prevents emptying the log, the next
         change tries again. Other threads that write are waited for without limit.
 
         Args:
-            choose: Returns the labels of existing items, int64 [n], distinct, from the
+            choose_labels: Returns the labels of existing items, int64 [n], distinct, from the
                 transaction's connection. Its error rolls back.
 
         Returns:
-            Number n of labels that `choose` returned.
+            Number n of labels that `choose_labels` returned.
 
         Raises:
             BusyError: Another process still writes the gallery after 5 s; nothing is changed.
@@ -883,7 +886,7 @@ class Store:
                 called.
         """
         with self.change_transaction() as (connection, changes):
-            labels = choose(connection)
+            labels = choose_labels(connection)
             delete_labels(connection, labels)
             changes.append(Change({}, labels))
             self._unscrubbed |= len(labels) > 0
@@ -901,7 +904,7 @@ class Store:
         """
         with self.read_snapshot() as connection:
             labels = labels_of(connection, [item_id])
-            return items_by_label(connection, labels)[0] if len(labels) else None
+            return read_items_by_label(connection, labels)[0] if len(labels) else None
 
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
@@ -925,7 +928,7 @@ class Store:
             NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
-            return items_by_label(connection, labels, space)
+            return read_items_by_label(connection, labels, space)
 
     def list_items(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
         """Return a page of items by increasing label, without origin and uncertainty.
@@ -981,7 +984,7 @@ class Store:
             NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
-            return all_vectors(connection, find_space(connection, space))
+            return read_all_vectors(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
         """Return an item's vector in a space, float32 [1, dim]; None if it has none there, or does

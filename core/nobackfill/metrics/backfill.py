@@ -41,14 +41,14 @@ class BackfillCurve:
     """Quality at each share of re-embedded items.
 
     Attributes:
-        shares: [s], from 0 to 1.
+        reembedded_shares: [s], from 0 to 1.
         cmc1: CMC-1 at each share, [s].
         map: mAP at each share, [s].
         cmc1_areas: Area under each query's curve of CMC-1, [q]; NaN as in retrieval.py.
         map_areas: Area under each query's curve of average precision, [q]; NaN as in retrieval.py.
     """
 
-    shares: NDArray[np.float64]
+    reembedded_shares: NDArray[np.float64]
     cmc1: NDArray[np.float64]
     map: NDArray[np.float64]
     cmc1_areas: PerQuery
@@ -66,26 +66,26 @@ class BackfillCurve:
         Raises:
             ValueError: Another number of values.
         """
-        if figures.shape != self.shares.shape:
+        if figures.shape != self.reembedded_shares.shape:
             raise ValueError(
-                f"area under a backfill curve: expected one figure for each of {len(self.shares)} "
-                f"shares, got figures of the shape {figures.shape}; pass an array with one figure "
-                "for each share"
+                "area under a backfill curve: expected one figure for each of "
+                f"{len(self.reembedded_shares)} shares, got figures of the shape {figures.shape}; "
+                "pass an array with one figure for each share"
             )
-        return float(np.trapezoid(figures, self.shares))
+        return float(np.trapezoid(figures, self.reembedded_shares))
 
 
-def random_order(items: int, seed: int) -> Ints:
-    """Return items 0 to `items` - 1 in a random order, int64 [items].
+def random_order(item_count: int, seed: int) -> Ints:
+    """Return items 0 to `item_count` - 1 in a random order, int64 [items].
 
     Args:
-        items: Number of items; 0 gives an empty order.
+        item_count: Number of items; 0 gives an empty order.
         seed: Chooses the order, at least 0; a seed gives the same order again.
 
     Raises:
         ValueError: The seed is negative.
     """
-    return np.random.default_rng(seed).permutation(items)
+    return np.random.default_rng(seed).permutation(item_count)
 
 
 def class_order(labels: ArrayLike, seed: int) -> Ints:
@@ -121,14 +121,14 @@ def uncertainty_order(uncertainty: NDArray[np.floating[Any]]) -> Ints:
     return np.argsort(-uncertainty, kind="stable")
 
 
-def oracle_order(served: Floats, backfilled: Floats) -> Ints:
+def oracle_order(served_vectors: Floats, native_vectors: Floats) -> Ints:
     """Return items by falling true squared error: the order of a perfect uncertainty.
 
     Equal items are ordered by position; NaN comes last.
 
     Args:
-        served: The vectors that are searched, [n, dim].
-        backfilled: The re-embedded vectors, [n, dim].
+        served_vectors: The vectors that are searched, [n, dim].
+        native_vectors: The re-embedded vectors, [n, dim].
 
     Returns:
         int64 [n].
@@ -136,10 +136,10 @@ def oracle_order(served: Floats, backfilled: Floats) -> Ints:
     Raises:
         ValueError: The shapes differ.
     """
-    return uncertainty_order(((served - backfilled) ** 2).sum(axis=1))
+    return uncertainty_order(((served_vectors - native_vectors) ** 2).sum(axis=1))
 
 
-def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> Ints:
+def gain_order(served_vectors: Floats, uncertainty: Floats, metric: Metric = "l2") -> Ints:
     """Return items by falling expected gain: items that are uncertain and occur in many searches
     first.
 
@@ -151,7 +151,7 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
     Equal items are ordered by position.
 
     Args:
-        served: The vectors that are searched, [n, dim].
+        served_vectors: The vectors that are searched, [n, dim].
         uncertainty: Predicted variance, [n], at least 0; an item with a negative or NaN variance
             comes last.
         metric: How distances are computed.
@@ -163,9 +163,12 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
         ValueError: There are no items, the vectors are not finite, one is zero with cosine, the
             metric is unknown, or `uncertainty` has another length.
     """
-    neighbours, _ = exact_neighbours(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
+    neighbours, _ = exact_neighbours(
+        served_vectors, served_vectors, min(GAIN_NEIGHBOURS + 1, len(served_vectors)), metric
+    )
     occurrences = np.bincount(
-        neighbours[neighbours != np.arange(len(served))[:, None]], minlength=len(served)
+        neighbours[neighbours != np.arange(len(served_vectors))[:, None]],
+        minlength=len(served_vectors),
     )
     # Items without occurrences are still ordered by their variance.
     return uncertainty_order((occurrences + 0.1) * np.asarray(uncertainty, np.float64) ** 0.25)
@@ -203,32 +206,32 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
 class ReembeddingOrder:
     """An order of re-embedding, and the shares at which quality is measured."""
 
-    items: Ints
-    shares: ArrayLike = field(default_factory=lambda: TENTH_SHARES)
+    item_order: Ints
+    measured_shares: ArrayLike = field(default_factory=lambda: TENTH_SHARES)
 
 
 def backfill_curve(
     queries: Floats,
-    served: Floats,
-    backfilled: Floats,
+    served_vectors: Floats,
+    native_vectors: Floats,
     order: Ints,
     relevance: Relevance,
     *,
     shares: ArrayLike = TENTH_SHARES,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
-    line: DistanceLine = IDENTITY_LINE,
+    distance_line: DistanceLine = IDENTITY_LINE,
 ) -> BackfillCurve:
     """Measure search quality while a gallery is re-embedded in one order.
 
-    At each share, the first items of `order` have their vector in `backfilled`, the others in
-    `served`. Both kinds are ranked together, with distances of served items converted by `line`. At
-    equal distances the relevant item ranks last. Ignored items have no rank.
+    At each share, the first items of `order` have their vector in `native_vectors`, the others in
+    `served_vectors`. Both kinds are ranked together, with distances of served items converted by
+    `distance_line`. At equal distances the relevant item ranks last. Ignored items have no rank.
 
     Args:
         queries: [q, dim].
-        served: Vectors before re-embedding, [g, served dim].
-        backfilled: Vectors after re-embedding, [g, dim].
+        served_vectors: Vectors before re-embedding, [g, served dim].
+        native_vectors: Vectors after re-embedding, [g, dim].
         order: A permutation of the items, [g].
         relevance: The relevant items of each query.
         shares: Where quality is measured, [s], at least one, ascending, each 0 to 1; order and
@@ -237,7 +240,7 @@ def backfill_curve(
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
             first K elements); None: `queries`.
-        line: Converts distances of served items.
+        distance_line: Converts distances of served items.
 
     Returns:
         The quality at each share.
@@ -251,21 +254,21 @@ def backfill_curve(
     """
     orders = {"": ReembeddingOrder(order, shares)}
     return curves_by_order(
-        queries, served, backfilled, orders, relevance,
-        metric=metric, served_queries=served_queries, line=line,
+        queries, served_vectors, native_vectors, orders, relevance,
+        metric=metric, served_queries=served_queries, distance_line=distance_line,
     )[""]  # fmt: skip
 
 
 def curves_by_order(
     queries: Floats,
-    served: Floats,
-    backfilled: Floats,
+    served_vectors: Floats,
+    native_vectors: Floats,
     orders: Mapping[str, ReembeddingOrder],
     relevance: Relevance,
     *,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
-    line: DistanceLine = IDENTITY_LINE,
+    distance_line: DistanceLine = IDENTITY_LINE,
 ) -> dict[str, BackfillCurve]:
     """Measure `backfill_curve` for several orders, by name, computing distances only once.
 
@@ -273,13 +276,13 @@ def curves_by_order(
 
     Args:
         queries: [q, dim].
-        served: Vectors before re-embedding, [g, served dim].
-        backfilled: Vectors after re-embedding, [g, dim].
+        served_vectors: Vectors before re-embedding, [g, served dim].
+        native_vectors: Vectors after re-embedding, [g, dim].
         orders: The orders by name, each with its shares as in `backfill_curve`.
         relevance: The relevant items of each query.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim]; None: `queries`.
-        line: Converts distances of served items.
+        distance_line: Converts distances of served items.
 
     Returns:
         A curve by name, in the order of `orders`; empty without orders, where the vectors are
@@ -292,27 +295,27 @@ def curves_by_order(
         IndexError: Relevance for fewer queries, or a position outside the gallery. Relevance for
             more queries is not noticed.
     """
-    points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
+    points = {name: np.asarray(order.measured_shares, np.float64) for name, order in orders.items()}
     replacements = []
     for name, order in orders.items():
-        if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
+        if not np.array_equal(np.sort(order.item_order), np.arange(len(native_vectors))):
             raise ValueError(
                 f"order {name!r} of a backfill: expected each item from 0 to "
-                f"{len(backfilled) - 1} once, got missing, repeated or other items; pass a "
+                f"{len(native_vectors) - 1} once, got missing, repeated or other items; pass a "
                 "permutation of all items"
             )
-        counts = np.round(points[name] * len(order.items)).astype(np.int64)
-        replacements.append(ReplacementSteps(order.items, counts))
+        counts = np.round(points[name] * len(order.item_order)).astype(np.int64)
+        replacements.append(ReplacementSteps(order.item_order, counts))
     meets_served = queries if served_queries is None else served_queries
     # For each order and each block: [steps, queries].
     cmc1: list[list[NDArray[np.float64]]] = [[] for _ in replacements]
     precision: list[list[NDArray[np.float64]]] = [[] for _ in replacements]
     for (first, old), (_, new) in zip(
-        distance_blocks(meets_served, served, metric),
-        distance_blocks(queries, backfilled, metric),
+        distance_blocks(meets_served, served_vectors, metric),
+        distance_blocks(queries, native_vectors, metric),
         strict=True,
     ):
-        carried = line.slope * old + line.offset
+        carried = distance_line.slope * old + distance_line.offset
         for number, steps in enumerate(
             rank_replacement_steps(carried, new, first, replacements, relevance)
         ):

@@ -29,19 +29,19 @@ class Difference:
         mean: The mean.
         low: Lower bound.
         high: Upper bound.
-        classes: Number of classes of the queries; None if no class is known.
+        class_count: Number of classes of the queries; None if no class is known.
     """
 
     mean: float
     low: float
     high: float
-    classes: int | None = None
+    class_count: int | None = None
 
     @property
     def is_limited_to_classes(self) -> bool:
         """Tell whether the bounds hold for the evaluated classes only, because they are fewer than
         FEWEST_DECIDING_CLASSES."""
-        return self.classes is not None and self.classes < FEWEST_DECIDING_CLASSES
+        return self.class_count is not None and self.class_count < FEWEST_DECIDING_CLASSES
 
     @property
     def verdict(self) -> Verdict:
@@ -49,7 +49,7 @@ class Difference:
 
         Returns:
             undecided with fewer than FEWEST_DECIDING_CLASSES (10) classes. Otherwise, also if
-            `classes` is None: holds if `low` is above 0, fails if `high` is below 0, else
+            `class_count` is None: holds if `low` is above 0, fails if `high` is below 0, else
             undecided.
         """
         if self.is_limited_to_classes:
@@ -84,7 +84,7 @@ def paired_bootstrap(
     *,
     classes: Sequence[NDArray[Any]] | None = None,
     level: float = 0.95,
-    resamples: int = 2000,
+    resample_count: int = 2000,
     seed: int = 0,
 ) -> Difference:
     """Bootstrap the mean of a - b over one or more paired runs (seeds).
@@ -105,7 +105,7 @@ def paired_bootstrap(
             class in every run. With fewer than FEWEST_DECIDING_CLASSES the bounds are drawn over
             queries and hold for these classes alone.
         level: The share of intervals that cover the truth, between 0 and 1.
-        resamples: Number of resamples, at least 1.
+        resample_count: Number of resamples, at least 1.
         seed: Seed of the random numbers, at least 0; a seed gives the same bounds again.
 
     Returns:
@@ -118,10 +118,10 @@ def paired_bootstrap(
             do not match, a run has no answerable query, or a level, number of resamples or seed is
             out of range.
     """
-    if not 0 < level < 1 or resamples < 1:
+    if not 0 < level < 1 or resample_count < 1:
         raise ValueError(
             f"bootstrap: expected 0 < level < 1 and resamples >= 1, got level {level} and "
-            f"{resamples} resamples; correct these arguments"
+            f"{resample_count} resamples; correct these arguments"
         )
     queries = _queries(a, b)
     units, class_count, tail = queries, None, (1 - level) / 2
@@ -131,9 +131,9 @@ def paired_bootstrap(
         if class_count >= FEWEST_DECIDING_CLASSES:
             units, tail = by_class, _widen(tail, class_count)
     rng = np.random.default_rng(seed)
-    draws = rng.integers(len(units), size=(len(units), resamples))
+    draws = rng.integers(len(units), size=(len(units), resample_count))
     if all(np.array_equal(run.names, units[0].names) for run in units):
-        means = np.take_along_axis(_resampled_means(units, resamples, rng), draws, axis=0)
+        means = np.take_along_axis(_resampled_means(units, resample_count, rng), draws, axis=0)
     else:
         means = np.empty(draws.shape)
         for run, own in enumerate(units):
@@ -215,7 +215,7 @@ def _widen(tail: float, count: int) -> float:
 
 
 def _resampled_means(
-    runs: Sequence[_Units], resamples: int, rng: np.random.Generator
+    runs: Sequence[_Units], resample_count: int, rng: np.random.Generator
 ) -> NDArray[np.float64]:
     """Return means [runs, resamples]; each resample draws its units once for all runs.
 
@@ -225,8 +225,8 @@ def _resampled_means(
     units = sums.shape[1]
     piece = max(1, 4_000_000 // units)
     means = [np.empty((len(runs), 0))]
-    for start in range(0, resamples, piece):
-        rows = min(piece, resamples - start)
+    for start in range(0, resample_count, piece):
+        rows = min(piece, resample_count - start)
         draws = rng.integers(units, size=(rows, units))
         if len(runs) == 1:
             means.append((sums[0][draws].sum(1) / sizes[0][draws].sum(1))[None])

@@ -20,23 +20,23 @@ def is_compatible(new_old: float, old_old: float) -> bool:
     return new_old > old_old
 
 
-def update_gain(new_old: float, old_old: float, independent: float) -> float | None:
+def update_gain(new_old: float, old_old: float, independent_new: float) -> float | None:
     """Compute BCT Eq. (9): (M(new, old) - M(old, old)) / (M(new*, new*) - M(old, old)).
 
     Args:
         new_old: M(new, old).
         old_old: M(old, old).
-        independent: M(new*, new*) of the model trained without compatibility, never that of the
+        independent_new: M(new*, new*) of the model trained without compatibility, never that of the
             compatible model.
 
     Returns:
         Above 0, and above 1 if M(new, old) exceeds M(new*, new*). None if Eq. (2) fails, or the
-        independent model is not better than the old one. NaN of `independent` gives NaN, another
-        NaN None.
+        independent model is not better than the old one. NaN of `independent_new` gives NaN,
+        another NaN None.
     """
-    if not is_compatible(new_old, old_old) or independent <= old_old:
+    if not is_compatible(new_old, old_old) or independent_new <= old_old:
         return None
-    return (new_old - old_old) / (independent - old_old)
+    return (new_old - old_old) / (independent_new - old_old)
 
 
 def upgrade_gain(new_served: float, old_old: float) -> float:
@@ -58,12 +58,12 @@ def upgrade_gain(new_served: float, old_old: float) -> float:
     )
 
 
-def degradation(new_new: float, independent: float) -> float:
+def degradation(new_new: float, independent_new: float) -> float:
     """Compute DMU Eq. (7): (M(new*, new*) - M(new, new)) / M(new*, new*).
 
     Args:
         new_new: M(new, new).
-        independent: M(new*, new*).
+        independent_new: M(new*, new*).
 
     Returns:
         Negative if compatibility helps. NaN gives NaN.
@@ -71,8 +71,8 @@ def degradation(new_new: float, independent: float) -> float:
     Raises:
         ValueError: M(new*, new*) is not positive.
     """
-    return (independent - new_new) / _positive(
-        independent, "M(new*, new*), the quality of the independent new model"
+    return (independent_new - new_new) / _positive(
+        independent_new, "M(new*, new*), the quality of the independent new model"
     )
 
 

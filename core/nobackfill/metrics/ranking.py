@@ -37,12 +37,12 @@ class Ranking:
 
     Attributes:
         ranks: For each query, ascending 1-based ranks of the relevant items that were found.
-        relevant: For each query, how many relevant items exist, [q]; more than its ranks if a top-k
-            list missed some.
+        relevant_counts: For each query, how many relevant items exist, [q]; more than its ranks if
+            a top-k list missed some.
     """
 
     ranks: Sequence[Ints]
-    relevant: Ints
+    relevant_counts: Ints
 
 
 def relevance_by_label(
@@ -117,7 +117,7 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
         metric: How distances are computed.
 
     Returns:
-        The ranking; `relevant` does not count ignored items.
+        The ranking; `relevant_counts` does not count ignored items.
 
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
@@ -135,12 +135,13 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
     return Ranking(ranks, np.array([len(r) for r in ranks], np.int64))
 
 
-def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
+def rank_block(distances: Floats, first_query: int, relevance: Relevance) -> list[Ints]:
     """Return the ranks of the relevant items of consecutive queries.
 
     Args:
-        block: Distances to the whole gallery, [b, g]; ignored items are overwritten with infinity.
-        first: Number of the first query, from 0.
+        distances: Distances to the whole gallery, [b, g]; ignored items are overwritten with
+            infinity.
+        first_query: Number of the first query, from 0.
         relevance: The relevant items of all queries.
 
     Returns:
@@ -150,13 +151,13 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
     Raises:
         IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
-    for i, row in enumerate(block):
+    for i, row in enumerate(distances):
         # Infinity sorts last, so that ignored items shift no rank.
-        row[relevance.ignored[first + i]] = np.inf
-    ordered = np.sort(block, axis=1)
+        row[relevance.ignored[first_query + i]] = np.inf
+    ordered = np.sort(distances, axis=1)
     ranks = []
-    for i, row in enumerate(block):
-        own = row[relevance.relevant[first + i]]
+    for i, row in enumerate(distances):
+        own = row[relevance.relevant[first_query + i]]
         own = np.sort(own[np.isfinite(own)])
         # All irrelevant items up to and at the distance rank before it.
         others = np.searchsorted(ordered[i], own, "right")
@@ -168,7 +169,8 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
 def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     """Build a ranking from the answers of an index.
 
-    Ignored items are removed. Relevant items outside of the answers count only in `relevant`.
+    Ignored items are removed. Relevant items outside of the answers count only in
+    `relevant_counts`.
 
     Args:
         neighbours: Gallery positions, int64 [q, k], nearest first, -1 for none. A position must not
@@ -176,8 +178,8 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
         relevance: The relevant items of each query.
 
     Returns:
-        The ranking; `relevant` does not count ignored items. Ties are ranked as the index returned
-        them.
+        The ranking; `relevant_counts` does not count ignored items. Ties are ranked as the index
+        returned them.
 
     Raises:
         ValueError: Another shape, or answers for another number of queries than either part of

@@ -22,12 +22,12 @@ class ReplacementSteps:
     """Replacement in an order.
 
     Attributes:
-        order: A permutation of the items, [n].
-        counts: Number of replaced items at each step, [s], each 0 to n.
+        item_order: A permutation of the items, [n].
+        replaced_counts: Number of replaced items at each step, [s], each 0 to n.
     """
 
-    order: Ints
-    counts: Ints
+    item_order: Ints
+    replaced_counts: Ints
 
     @cached_property
     def positions(self) -> Ints:
@@ -35,8 +35,8 @@ class ReplacementSteps:
 
         Computed once, so do not change it. Call it only for a permutation; this is not checked.
         """
-        places = np.empty(len(self.order), np.int64)
-        places[self.order] = np.arange(len(self.order))
+        places = np.empty(len(self.item_order), np.int64)
+        places[self.item_order] = np.arange(len(self.item_order))
         return places
 
     @cached_property
@@ -45,7 +45,7 @@ class ReplacementSteps:
 
         Ascending, each once, [p + 1] for p groups; computed once. Steps may be in any order.
         """
-        return np.unique(np.concatenate([[0], self.counts, [len(self.order)]]))
+        return np.unique(np.concatenate([[0], self.replaced_counts, [len(self.item_order)]]))
 
     @cached_property
     def groups(self) -> Ints:
@@ -57,9 +57,9 @@ class ReplacementSteps:
 
 
 def rank_replacement_steps(
-    old_block: Floats,
-    new_block: Floats,
-    first: int,
+    old_distances: Floats,
+    new_distances: Floats,
+    first_query: int,
     orders: Sequence[ReplacementSteps],
     relevance: Relevance,
 ) -> list[list[list[Ints]]]:
@@ -69,9 +69,9 @@ def rank_replacement_steps(
     not changed.
 
     Args:
-        old_block: Distances before replacement, [b, g].
-        new_block: Distances after replacement, [b, g].
-        first: Number of the first query of the block, from 0.
+        old_distances: Distances before replacement, [b, g].
+        new_distances: Distances after replacement, [b, g].
+        first_query: Number of the first query of the block, from 0.
         orders: The orders; none give an empty list.
         relevance: The relevant items of all queries.
 
@@ -82,11 +82,11 @@ def rank_replacement_steps(
         IndexError: Relevance for fewer queries, or a position outside the gallery.
         ValueError: The two blocks, or an order and the blocks, have different sizes.
     """
-    ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in orders]
-    for i, (old, new) in enumerate(zip(old_block, new_block, strict=True)):
+    ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.replaced_counts] for way in orders]
+    for i, (old, new) in enumerate(zip(old_distances, new_distances, strict=True)):
         ignored = np.zeros(len(old), bool)
-        ignored[relevance.ignored[first + i]] = True
-        relevant = relevance.relevant[first + i]
+        ignored[relevance.ignored[first_query + i]] = True
+        relevant = relevance.relevant[first_query + i]
         valid = ~ignored & np.isfinite(old) & np.isfinite(new)
         relevant = relevant[valid[relevant]]
         values = np.concatenate([old[relevant], new[relevant]])
@@ -97,9 +97,9 @@ def rank_replacement_steps(
         for steps, way in zip(ranks_by_way, orders, strict=True):
             counts = _count_nearer(nearer, way.groups, len(way.group_bounds) - 1, len(keys))
             # The one of both values that a relevant item has at each step.
-            kind = way.positions[relevant] < way.counts[:, None]
+            kind = way.positions[relevant] < way.replaced_counts[:, None]
             at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
-            replaced = np.searchsorted(way.group_bounds, way.counts)
+            replaced = np.searchsorted(way.group_bounds, way.replaced_counts)
             ranks = _ranks(keys[at], np.take_along_axis(counts[replaced], at, axis=1))
             for step, row in zip(steps, ranks, strict=True):
                 step.append(row)

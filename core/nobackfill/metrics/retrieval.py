@@ -29,7 +29,7 @@ def cmc(ranking: Ranking, k: int) -> PerQuery:
     """
     _check_k(k)
     best = np.array([ranks[0] if len(ranks) else np.inf for ranks in ranking.ranks])
-    return np.where(ranking.relevant > 0, (best <= k).astype(np.float64), np.nan)
+    return np.where(ranking.relevant_counts > 0, (best <= k).astype(np.float64), np.nan)
 
 
 def average_precision(ranking: Ranking) -> PerQuery:
@@ -43,7 +43,7 @@ def average_precision(ranking: Ranking) -> PerQuery:
     Args:
         ranking: Ranks of the relevant items of q queries; none gives an empty result.
     """
-    return _precision_sum(ranking) / _or_nan(ranking.relevant)
+    return _precision_sum(ranking) / _or_nan(ranking.relevant_counts)
 
 
 def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
@@ -62,8 +62,8 @@ def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
         ValueError: k is below 1.
     """
     _check_k(k)
-    cut = Ranking([ranks[ranks <= k] for ranks in ranking.ranks], ranking.relevant)
-    return _precision_sum(cut) / _or_nan(np.minimum(ranking.relevant, k))
+    cut = Ranking([ranks[ranks <= k] for ranks in ranking.ranks], ranking.relevant_counts)
+    return _precision_sum(cut) / _or_nan(np.minimum(ranking.relevant_counts, k))
 
 
 def mean_of_answerable(per_query: PerQuery) -> float:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from nobackfill.metrics.distances import Floats
 
 
-def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
+def tar_at_far(genuine_distances: Floats, impostor_distances: Floats, far: float) -> float:
     """Return the share of genuine pairs that are accepted when at most `far` of the impostors are.
 
     A pair is accepted below a threshold; the largest threshold within `far` is used. Impostors at
@@ -17,20 +17,20 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     counts as the largest distance; if the threshold is NaN, no pair is accepted.
 
     Args:
-        genuine: Distances of genuine pairs, [n].
-        impostor: Distances of impostor pairs, [m].
+        genuine_distances: Distances of genuine pairs, [n].
+        impostor_distances: Distances of impostor pairs, [m].
         far: 0 to 1; 0 accepts no impostor, 1 accepts all pairs at a finite distance.
 
     Raises:
         ValueError: No pairs of one kind, or a rate out of range.
     """
-    if not len(genuine) or not len(impostor):
+    if not len(genuine_distances) or not len(impostor_distances):
         raise ValueError(
             "verification: expected distances of at least one genuine pair (same identity) and "
-            f"one impostor pair (different identities), got {len(genuine)} genuine and "
-            f"{len(impostor)} impostor pairs; add pairs of the missing kind"
+            f"one impostor pair (different identities), got {len(genuine_distances)} genuine and "
+            f"{len(impostor_distances)} impostor pairs; add pairs of the missing kind"
         )
-    return float(np.mean(genuine < threshold_at_error_rate(impostor, far)))
+    return float(np.mean(genuine_distances < threshold_at_error_rate(impostor_distances, far)))
 
 
 def threshold_at_error_rate(wrong_distances: Floats, rate: float) -> float:

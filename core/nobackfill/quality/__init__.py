@@ -11,7 +11,7 @@ them. `criterion` computes what an upgrade keeps, `route_evidence` fits the fact
 >>> manifests, pictures = read_publication(model_repo).manifests, list_images(class_folders)
 >>> images = PublishedListing(pictures, model_repo, manifests)
 >>> relevance = relevance_among_others(pictures)
->>> cells = evaluate_cells(list_cells(manifests), images, images, relevance, neighbours=0)
+>>> cells = evaluate_cells(list_cells(manifests), images, images, relevance, neighbour_count=0)
 >>> [str(cell.name) for cell in cells]
 ['1/1', '2/2', '2/1>2', '2/1']
 """

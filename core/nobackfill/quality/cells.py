@@ -22,25 +22,25 @@ _CELL = re.compile(r"^(\d+)/(\d+(?:>\d+)*)\Z")
 class CellName:
     """The query model of a cell, and the releases of its gallery: the source, then the route."""
 
-    query: int
-    gallery: tuple[int, ...]
+    query_release: int
+    gallery_releases: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.query}/{self.gallery_name}"
+        return f"{self.query_release}/{self.gallery_name}"
 
     @property
     def gallery_name(self) -> str:
         """Return the gallery's side, such as `1>2`."""
-        return ">".join(map(str, self.gallery))
+        return ">".join(map(str, self.gallery_releases))
 
     @property
-    def is_raw(self) -> bool:
+    def searches_unmigrated(self) -> bool:
         """Tell whether vectors of another release are searched as they are. False for a release's
         own vectors and for migrated ones."""
-        return self.gallery != (self.query,) and len(self.gallery) == 1
+        return self.gallery_releases != (self.query_release,) and len(self.gallery_releases) == 1
 
 
-def own_cell(release: int) -> CellName:
+def native_cell(release: int) -> CellName:
     """Return the cell of a release's queries on its own vectors."""
     return CellName(release, (release,))
 
@@ -76,10 +76,10 @@ def upgrade_cells(old: int, new: int, route: tuple[int, ...]) -> dict[str, CellN
             are.
     """
     return {
-        "old/old": own_cell(old),
+        "old/old": native_cell(old),
         "new/old": CellName(new, (old,)),
         "new/served": CellName(new, route or (old,)),
-        "new/new": own_cell(new),
+        "new/new": native_cell(new),
     }
 
 
@@ -127,7 +127,7 @@ def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     """
     cells: list[CellName] = []
     for number, manifest in sorted(manifests.items()):
-        cells.append(own_cell(number))
+        cells.append(native_cell(number))
         cells += list(served_cells(manifest, manifests))
         cells += [
             CellName(number, (old,))

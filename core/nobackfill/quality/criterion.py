@@ -15,7 +15,7 @@ from nobackfill.metrics.compatibility import (
     upgrade_gain,
 )
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.cells import CellName, own_cell
+from nobackfill.quality.cells import CellName, native_cell
 from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.quality.retrieval import MatrixCell
 
@@ -29,13 +29,14 @@ def compute_criteria(
     queries: PublishedListing,
     gallery: PublishedListing,
     relevance: Relevance,
-    independent: int | None = None,
+    independent_release: int | None = None,
 ) -> dict[str, Judgement]:
     """Compute the criteria of each cell of an older gallery, from mAP.
 
-    Update gain and degradation need an independent model's new/new: that of release `independent`,
-    otherwise the query's own if it was trained without older models; else they are None. The strict
-    criterion is measured for old vectors as they are; it is None for others.
+    Update gain and degradation need an independent model's new/new: that of release
+    `independent_release`, otherwise the query's own if it was trained without older models; else
+    they are None. The strict criterion is measured for old vectors as they are; it is None for
+    others.
 
     Args:
         cells: Measured cells. A cell is left out unless both its bounds, old/old and new/new, are
@@ -43,8 +44,8 @@ def compute_criteria(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        independent: Number of an independent release, whose own cell is among `cells`; None: the
-            query's own, if it was trained without older models.
+        independent_release: Number of an independent release, whose own cell is among `cells`;
+            None: the query's own, if it was trained without older models.
 
     Returns:
         The criteria by the name of the cell: a share, a flag, or None where it is not defined.
@@ -64,14 +65,14 @@ def compute_criteria(
     by_name = {cell.name: cell for cell in cells}
     criteria: dict[str, Judgement] = {}
     for cell in cells:
-        source, query = cell.name.gallery[0], cell.name.query
-        old, new = by_name.get(own_cell(source)), by_name.get(own_cell(query))
+        source, query = cell.name.gallery_releases[0], cell.name.query_release
+        old, new = by_name.get(native_cell(source)), by_name.get(native_cell(query))
         if source == query or old is None or new is None:
             continue
-        reference = independent
-        if independent is None and queries.manifest(query).method == INDEPENDENT:
+        reference = independent_release
+        if independent_release is None and queries.manifest(query).method == INDEPENDENT:
             reference = query
-        bound = None if reference is None else by_name.get(own_cell(reference))
+        bound = None if reference is None else by_name.get(native_cell(reference))
         strict = _strict(cell.name, queries, gallery, relevance)
         criteria[str(cell.name)] = _judge(cell, old, new, bound) | strict
     return criteria
@@ -97,16 +98,16 @@ def _strict(
     name: CellName, queries: PublishedListing, gallery: PublishedListing, relevance: Relevance
 ) -> Judgement:
     """Measure BCT Eq. (1): the shares of pairs of two classes and of one that satisfy it."""
-    if len(name.gallery) > 1:
+    if len(name.gallery_releases) > 1:
         return {"strict_apart": None, "strict_together": None}
-    (old,) = name.gallery
+    (old,) = name.gallery_releases
     new_queries, vectors = cell_vectors(name, queries, gallery)
     shares = strict_criterion(
         new_queries,
-        queries.native(old),
+        queries.native_vectors(old),
         vectors,
         relevance,
-        queries.metric_of(name),
+        queries.search_metric(name),
     )
     values = {
         "strict_apart": shares.different_class_share,

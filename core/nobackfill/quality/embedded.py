@@ -37,7 +37,7 @@ class EmbeddedListing(ABC):
         self.listing = listing
 
     @abstractmethod
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         """Return embeddings by the release's own model, float32 [n, dim].
 
         Vectors are in the order of the listing.
@@ -83,7 +83,7 @@ class EmbeddedListing(ABC):
             NotFoundError: No such release.
         """
 
-    def adapted(self, cell: CellName) -> Vectors | None:
+    def adapted_queries(self, cell: CellName) -> Vectors | None:
         """Return the queries of a cell in the space of its gallery, by the release's query adapter.
 
         Returns:
@@ -92,7 +92,7 @@ class EmbeddedListing(ABC):
         """
         return None
 
-    def metric_of(self, cell: CellName) -> Metric:
+    def search_metric(self, cell: CellName) -> Metric:
         """Return the metric by which queries of a cell search its gallery: l2 or cosine.
 
         It is the one of the query's space. Queries that pass an adapter use the one of the old
@@ -101,7 +101,7 @@ class EmbeddedListing(ABC):
         Raises:
             NotFoundError: A release of the cell does not exist.
         """
-        return self.metric(cell.query)
+        return self.metric(cell.query_release)
 
 
 class PublishedListing(EmbeddedListing):
@@ -112,7 +112,7 @@ class PublishedListing(EmbeddedListing):
     Attributes:
         files: The publication folder or the draft's files.
         manifests: The releases by number.
-        seconds: Time of embedding with one release, or of upgrading along several.
+        embedding_seconds: Time of embedding with one release, or of upgrading along several.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class PublishedListing(EmbeddedListing):
         self._role = role
         self._native: dict[int, Vectors] = {}
         self._side: dict[int, Vectors] = {}
-        self.seconds: dict[tuple[int, ...], float] = {}
+        self.embedding_seconds: dict[tuple[int, ...], float] = {}
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         """Return embeddings by the release's own model, float32 [n, dim].
 
-        They are computed on first use, and their time is recorded in `seconds`. Later calls return
-        the same array, which must not be changed. After an error the next call tries again. Call it
-        from one thread at a time.
+        They are computed on first use, and their time is recorded in `embedding_seconds`. Later
+        calls return the same array, which must not be changed. After an error the next call tries
+        again. Call it from one thread at a time.
 
         Raises:
             NotFoundError: No such release.
@@ -162,7 +162,7 @@ class PublishedListing(EmbeddedListing):
             embed = self._embed(release)
             begin = time.perf_counter()
             self._native[release] = embed()
-            self.seconds[release,] = time.perf_counter() - begin
+            self.embedding_seconds[release,] = time.perf_counter() - begin
         return self._native[release]
 
     def side_information(self, release: int) -> Vectors | None:
@@ -194,7 +194,7 @@ class PublishedListing(EmbeddedListing):
         """Return vectors of the first release, upgraded along the others.
 
         The models of a route are opened and run at each call; only the source's own vectors are
-        computed once. The time of the upgrade is recorded in `seconds`.
+        computed once. The time of the upgrade is recorded in `embedding_seconds`.
 
         Args:
             releases: The source, then the route; at least one. The source alone gives its own
@@ -219,14 +219,14 @@ class PublishedListing(EmbeddedListing):
         for release in releases:
             self.manifest(release)
         route = route_along(self.manifests, releases)
-        embedding = self.native(releases[0])
+        embedding = self.native_vectors(releases[0])
         if not route.steps:
             return Upgraded(embedding, None, None)
         side = self.side_information(releases[0]) if route.reads_side else None
         runner = open_route(self.files, route, self._threads, int8=int8)
         started = time.perf_counter()
         carried = runner.run(embedding, side)
-        self.seconds[releases] = time.perf_counter() - started
+        self.embedding_seconds[releases] = time.perf_counter() - started
         return carried
 
     def metric(self, release: int) -> Metric:
@@ -243,11 +243,13 @@ class PublishedListing(EmbeddedListing):
         Raises:
             NotFoundError: A release of the cell does not exist.
         """
-        if not cell.is_raw:
+        if not cell.searches_unmigrated:
             return None
-        return self.manifest(cell.query).adapter_to(self.manifest(cell.gallery[0]).space)
+        return self.manifest(cell.query_release).adapter_to(
+            self.manifest(cell.gallery_releases[0]).space
+        )
 
-    def adapted(self, cell: CellName) -> Vectors | None:
+    def adapted_queries(self, cell: CellName) -> Vectors | None:
         """Return the queries of a cell in the space of its gallery, by the release's query adapter.
 
         The adapter is opened and run at each call; only the embeddings are computed once.
@@ -267,10 +269,10 @@ class PublishedListing(EmbeddedListing):
         adapter = self.query_adapter(cell)
         if adapter is None:
             return None
-        model = open_adapter(self.files, self.manifest(cell.query), adapter, self._threads)
-        return model.run(self.native(cell.query))
+        model = open_adapter(self.files, self.manifest(cell.query_release), adapter, self._threads)
+        return model.run(self.native_vectors(cell.query_release))
 
-    def metric_of(self, cell: CellName) -> Metric:
+    def search_metric(self, cell: CellName) -> Metric:
         """Return the metric by which queries of a cell search its gallery: l2 or cosine.
 
         It is the one of the query's space. Queries that pass an adapter use the one of the old
@@ -279,7 +281,9 @@ class PublishedListing(EmbeddedListing):
         Raises:
             NotFoundError: A release of the cell does not exist.
         """
-        return self.metric(cell.query if self.query_adapter(cell) is None else cell.gallery[0])
+        return self.metric(
+            cell.query_release if self.query_adapter(cell) is None else cell.gallery_releases[0]
+        )
 
     def manifest(self, release: int) -> Manifest:
         """Return the manifest of a release. Changes of `manifests` count at the next call.
@@ -342,7 +346,7 @@ def cell_vectors(
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
     """
-    vectors = gallery.vectors_along(cell.gallery, int8=int8).embedding
+    vectors = gallery.vectors_along(cell.gallery_releases, int8=int8).embedding
     return query_vectors(cell, queries, vectors), vectors
 
 
@@ -370,10 +374,10 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
         NoEncoderError: The query's release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
     """
-    adapted = queries.adapted(cell)
-    own = queries.native(cell.query) if adapted is None else adapted
-    if cell.is_raw and own.shape[1] > vectors.shape[1]:
-        own = cut_to_old_dim(own, vectors, queries.metric(cell.query))
+    adapted = queries.adapted_queries(cell)
+    own = queries.native_vectors(cell.query_release) if adapted is None else adapted
+    if cell.searches_unmigrated and own.shape[1] > vectors.shape[1]:
+        own = cut_to_old_dim(own, vectors, queries.metric(cell.query_release))
     if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(
             f"cell {cell}: queries and gallery vectors of the dimensions {own.shape[1]} and "

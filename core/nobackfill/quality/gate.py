@@ -34,7 +34,7 @@ from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine, random_orde
 from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
-from nobackfill.quality.cells import CellName, own_cell, served_cells
+from nobackfill.quality.cells import CellName, native_cell, served_cells
 from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.listing import (
     ITEMS,
@@ -80,26 +80,26 @@ class GainRow:
 
     Attributes:
         cell: The served cell.
-        old: The old release's own cell.
-        exact: Measured with float32 files alone, though a step has an int8 twin.
+        old_cell: The old release's own cell.
+        float32_only: Measured with float32 files alone, though a step has an int8 twin.
         map_gain: Gain in mAP over the old cell.
         cmc1_gain: Gain in CMC-1 over the old cell.
-        by_text: Whether texts are the queries for images.
+        has_text_queries: Whether texts are the queries for images.
         agreement_gain: Gain in agreement@10, if the texts have no classes.
         mixture: Which vectors replace some of the cell's, such as `30 % of 2/2`; empty: none.
     """
 
     cell: CellName
-    old: CellName
-    exact: bool
+    old_cell: CellName
+    float32_only: bool
     map_gain: Difference
     cmc1_gain: Difference
-    by_text: bool = False
+    has_text_queries: bool = False
     agreement_gain: Difference | None = None
     mixture: str = ""
 
     def __str__(self) -> str:
-        exact, by_text = " float32" * self.exact, " by text" * self.by_text
+        exact, by_text = " float32" * self.float32_only, " by text" * self.has_text_queries
         mixture = f" with {self.mixture}" if self.mixture else ""
         return f"{self.cell}{mixture}{exact}{by_text}"
 
@@ -139,22 +139,23 @@ class GainRow:
 
 
 def gain_row(
-    name: CellName, old: CellName, served: CellFigures, stayed: CellFigures,
-    own: CellFigures | None, *, classes: Ints | None, exact: bool, by_text: bool, mixture: str = "",
+    cell: CellName, old_cell: CellName, served_figures: CellFigures, old_figures: CellFigures,
+    native_figures: CellFigures | None, *, classes: Ints | None, float32_only: bool,
+    has_text_queries: bool, mixture: str = "",
 ) -> GainRow:  # fmt: skip
     """Compare a served cell with the old release's own cell.
 
     The bootstrap has a fixed seed: the same figures give the same row.
 
     Args:
-        name: The served cell.
-        old: The old release's own cell.
-        served: Figures of the served cell.
-        stayed: Figures of the old cell.
-        own: Figures of new/new, if agreement with it decides; None if classes decide.
+        cell: The served cell.
+        old_cell: The old release's own cell.
+        served_figures: Figures of the served cell.
+        old_figures: Figures of the old cell.
+        native_figures: Figures of new/new, if agreement with it decides; None if classes decide.
         classes: Class of each query, [q]; None if unknown.
-        exact: Whether float32 files alone were used.
-        by_text: Whether texts are the queries for images.
+        float32_only: Whether float32 files alone were used.
+        has_text_queries: Whether texts are the queries for images.
         mixture: Which vectors replace some of the cell's; empty: none.
 
     Raises:
@@ -168,24 +169,28 @@ def gain_row(
 
     agreement_gain = (
         None
-        if own is None
-        else bootstrap(agreement_with_own(served, own), agreement_with_own(stayed, own))
+        if native_figures is None
+        else bootstrap(
+            agreement_with_native(served_figures, native_figures),
+            agreement_with_native(old_figures, native_figures),
+        )
     )
     return GainRow(
-        name, old, exact,
-        bootstrap(served.map, stayed.map), bootstrap(served.cmc1, stayed.cmc1),
-        by_text, agreement_gain, mixture,
+        cell, old_cell, float32_only,
+        bootstrap(served_figures.map, old_figures.map),
+        bootstrap(served_figures.cmc1, old_figures.cmc1),
+        has_text_queries, agreement_gain, mixture,
     )  # fmt: skip
 
 
-def agreement_with_own(cell: CellFigures, own: CellFigures) -> PerQuery:
+def agreement_with_native(figures: CellFigures, native_figures: CellFigures) -> PerQuery:
     """Return the share of each query's first NEIGHBOURS hits that new/new has among its own.
 
     A hit counts wherever it stands among those of new/new.
 
     Args:
-        cell: The cell, with neighbours [q, k]; positions of -1 count as no hit.
-        own: The cell new/new of the same queries.
+        figures: The cell, with neighbours [q, k]; positions of -1 count as no hit.
+        native_figures: The cell new/new of the same queries.
 
     Returns:
         [q], 0 to 1; 0 where new/new has no hits.
@@ -193,7 +198,9 @@ def agreement_with_own(cell: CellFigures, own: CellFigures) -> PerQuery:
     Raises:
         ValueError: The cells have different numbers of queries.
     """
-    pairs = zip(cell.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
+    pairs = zip(
+        figures.neighbours[:, :NEIGHBOURS], native_figures.neighbours[:, :NEIGHBOURS], strict=True
+    )
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
 
@@ -224,8 +231,8 @@ def decide_gate(
     if not published.manifests:
         return GateVerdict(verdict="first")
     problems = []
-    current = set(published.manifests) - published.withdrawn
-    if current and max(current) not in {row.old.query for row in rows}:
+    current = set(published.manifests) - published.withdrawn_releases
+    if current and max(current) not in {row.old_cell.query_release for row in rows}:
         problems.append(
             f"no upgrade and no direct search serves the stored vectors of release {max(current)}, "
             "the newest one"
@@ -235,7 +242,7 @@ def decide_gate(
             f"stored texts of release {max(current)} have no side-information, which every upgrade "
             "from it reads; add an upgrade that reads none"
         )
-    beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passes]
+    beaten = [f"{row} does not beat {row.old_cell}{_why(row)}" for row in rows if not row.passes]
     if beaten:
         problems.append(join_few(beaten))
     details = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
@@ -249,7 +256,9 @@ def decide_gate(
 
 def _of_these_classes(rows: Sequence[GainRow]) -> str:
     """Tell that the verdict holds for no other classes, if they are too few to draw."""
-    few_classes = [row.map_gain.classes or 0 for row in rows if row.map_gain.is_limited_to_classes]
+    few_classes = [
+        row.map_gain.class_count or 0 for row in rows if row.map_gain.is_limited_to_classes
+    ]
     if not few_classes:
         return ""
     return (
@@ -263,7 +272,9 @@ def _texts_left_behind(published: Publication, newest: int, new: Manifest) -> bo
     old = published.manifests[newest]
     if old.text_encoder is None or new.searches_space_directly(old.space):
         return False
-    usable = {n: one for n, one in published.manifests.items() if n not in published.withdrawn}
+    usable = {
+        n: one for n, one in published.manifests.items() if n not in published.withdrawn_releases
+    }
     usable[new.release] = new
     carried, texts = (
         plan_route(usable, newest, new.release, side) for side in (old.side_space, None)
@@ -349,16 +360,19 @@ def measure_unlabelled(
         return ()
     sample = items.listing.select(rows)
     if isinstance(sample, TextListing):
-        parts, label = sample.by_parts(), dict(zip(sample.paths, sample.labels, strict=True))
+        parts, label = (
+            sample.split_first_sentences(),
+            dict(zip(sample.paths, sample.labels, strict=True)),
+        )
         rest_of_texts = PublishedListing(parts, items.files, items.manifests)
         classes = np.array([label[path] for path in parts.paths])
         return _measure_views(parts.as_queries(), rest_of_texts, served, classes)
     with tempfile.TemporaryDirectory() as folder:
-        views = second_views(sample, Path(folder))
+        views = write_second_views(sample, Path(folder))
         return _measure_views(views, items, served, sample.labels)
 
 
-def second_views(listing: ImageListing, folder: Path) -> ImageListing:
+def write_second_views(listing: ImageListing, folder: Path) -> ImageListing:
     """Write a second view of each picture below a folder.
 
     A view is a part of the picture, three quarters to seven eighths of each side, and lighter or
@@ -418,22 +432,29 @@ def _measure_views(
     def cell(name: CellName) -> CellFigures:
         if name not in figures:
             figures[name] = measure_cell(
-                name, queries, items, relevance, neighbours=NEIGHBOURS, int8=True
+                name, queries, items, relevance, neighbour_count=NEIGHBOURS, int8=True
             )
         return figures[name]
 
     cells = []
     for name in served:
-        old = own_cell(name.gallery[0])
-        migrated, stayed, new = cell(name), cell(old), cell(own_cell(name.query))
+        old = native_cell(name.gallery_releases[0])
+        migrated, stayed, new = cell(name), cell(old), cell(native_cell(name.query_release))
         row = gain_row(
-            name, old, migrated, stayed, new, classes=classes, exact=False, by_text=False
+            name,
+            old,
+            migrated,
+            stayed,
+            new,
+            classes=classes,
+            float32_only=False,
+            has_text_queries=False,
         )
         cells.append(
             UnlabelledCell(
-                query=str(name.query), gallery=name.gallery_name, queries=len(views),
-                items=len(own), agreement=mean_of_answerable(agreement_with_own(migrated, new)),
-                stayed_agreement=mean_of_answerable(agreement_with_own(stayed, new)),
+                query=str(name.query_release), gallery=name.gallery_name, queries=len(views),
+                items=len(own), agreement=mean_of_answerable(agreement_with_native(migrated, new)),
+                stayed_agreement=mean_of_answerable(agreement_with_native(stayed, new)),
                 recall1=mean_of_answerable(migrated.cmc1),
                 stayed_recall1=mean_of_answerable(stayed.cmc1),
                 mrr=mean_of_answerable(migrated.map), stayed_mrr=mean_of_answerable(stayed.map),
@@ -449,11 +470,11 @@ class ReleaseEvidence:
 
     cells: tuple[Cell, ...]
     routes: tuple[RouteEvidence, ...]
-    calibration: tuple[Calibration, ...]
-    verdict: GateVerdict
-    rows: tuple[GainRow, ...]
-    cells_by_text: tuple[Cell, ...] = ()
-    unlabelled: tuple[UnlabelledCell, ...] = ()
+    calibrations: tuple[Calibration, ...]
+    gate_verdict: GateVerdict
+    gain_rows: tuple[GainRow, ...]
+    text_query_cells: tuple[Cell, ...] = ()
+    unlabelled_cells: tuple[UnlabelledCell, ...] = ()
 
 
 class CellMeasurer:
@@ -462,8 +483,8 @@ class CellMeasurer:
     Attributes:
         embedded: The items.
         queries: The queries.
-        by_text: Whether texts are the queries for images.
-        of_items: Whether each text is a class of its own.
+        has_text_queries: Whether texts are the queries for images.
+        is_unlabelled: Whether each text is a class of its own.
         relevance: The relevant items of each query.
         classes: Class of each query; None if each is its own class.
     """
@@ -473,8 +494,8 @@ class CellMeasurer:
         texts: TextListing | None = None,
     ) -> None:  # fmt: skip
         self.embedded = self.queries = PublishedListing(listing, files, manifests)
-        self.by_text = texts is not None
-        self.of_items = isinstance(listing, TextListing) and bool(listing.queries)
+        self.has_text_queries = texts is not None
+        self.is_unlabelled = isinstance(listing, TextListing) and bool(listing.queries)
         if isinstance(listing, TextListing) and listing.queries:
             texts = listing.as_queries()
         if texts is not None or isinstance(listing, TextListing):
@@ -482,10 +503,10 @@ class CellMeasurer:
         self.relevance = (
             relevance_among_others(listing) if texts is None else relevance_by_class(texts, listing)
         )
-        self.classes: Ints | None = None if self.of_items else self.queries.listing.labels
+        self.classes: Ints | None = None if self.is_unlabelled else self.queries.listing.labels
         self._done: dict[tuple[CellName, bool], CellFigures] = {}
 
-    def quantised(self, name: CellName) -> bool:
+    def has_int8_step(self, name: CellName) -> bool:
         """Tell whether a step of the cell's route has an int8 twin.
 
         False for a cell without a route.
@@ -493,9 +514,9 @@ class CellMeasurer:
         Raises:
             NotFoundError: An upgrade of the route does not exist.
         """
-        return route_along(self.embedded.manifests, name.gallery).has_int8
+        return route_along(self.embedded.manifests, name.gallery_releases).has_int8
 
-    def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
+    def measure_cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
         """Measure a cell through an HNSW graph, as a gateway serves it; a cell is measured once.
 
         Later calls return the same figures, and so does another measurer of the same items.
@@ -515,14 +536,14 @@ class CellMeasurer:
             NoEncoderError: A release has no model for this kind of item, images or texts.
             ConfigurationError: The library for a tokenizer is not installed.
         """
-        int8 = self.quantised(name) and not exact
+        int8 = self.has_int8_step(name) and not exact
         if (name, int8) not in self._done:
             self._done[name, int8] = search_cell(
                 name, self.queries, self.embedded, self.relevance, int8=int8
             )
         return self._done[name, int8]
 
-    def replace(self, manifest: Manifest) -> None:
+    def replace_manifest(self, manifest: Manifest) -> None:
         """Use another manifest of a release.
 
         Cells with int8 files are measured again when they are needed. Others keep their figures, as
@@ -532,7 +553,7 @@ class CellMeasurer:
             one.manifests[manifest.release] = manifest
         self._done = {key: figures for key, figures in self._done.items() if not key[1]}
 
-    def evidence(self, name: CellName) -> Cell:
+    def manifest_cell(self, name: CellName) -> Cell:
         """Return a cell as the manifest records it, measured as it is served.
 
         Raises:
@@ -545,9 +566,9 @@ class CellMeasurer:
             NoEncoderError: A release has no model for this kind of item, images or texts.
             ConfigurationError: The library for a tokenizer is not installed.
         """
-        figures = self.cell(name)
+        figures = self.measure_cell(name)
         return Cell(
-            query=str(name.query),
+            query=str(name.query_release),
             gallery=name.gallery_name,
             cmc1=mean_of_answerable(figures.cmc1),
             cmc5=mean_of_answerable(figures.cmc5),
@@ -603,19 +624,19 @@ def measure_release(
     manifests = {**published.manifests, release.release: release}
     gate = CellMeasurer(listing.select(gate_rows), files, manifests)
     new = _without_twins(release, _lossy_twins(gate, release, int8_loss))
-    gate.replace(new)
-    rows = tuple(_rows(gate, new, manifests, published.withdrawn))
+    gate.replace_manifest(new)
+    rows = tuple(_rows(gate, new, manifests, published.withdrawn_releases))
     harmful = _harmful_twins(rows)
     if harmful:
         new = _without_twins(new, harmful)
-        gate.replace(new)
-        rows = tuple(_rows(gate, new, manifests, published.withdrawn))
+        gate.replace_manifest(new)
+        rows = tuple(_rows(gate, new, manifests, published.withdrawn_releases))
     manifests[release.release] = new
-    cells = [own_cell(new.release)]
-    cells += [name for row in rows for name in (row.old, row.cell)]
+    cells = [native_cell(new.release)]
+    cells += [name for row in rows for name in (row.old_cell, row.cell)]
     cells += [
         CellName(new.release, (number,))
-        for number in sorted({row.old.query for row in rows})
+        for number in sorted({row.old_cell.query_release for row in rows})
         if manifests[number].embedder.dim == new.embedder.dim
     ]
     calibrating = CellMeasurer(listing.select(calibration_rows), files, manifests)
@@ -624,10 +645,12 @@ def measure_release(
         by_texts = CellMeasurer(listing.select(gate_rows), files, manifests, texts)
         by_texts.embedded = gate.embedded  # the same images, embedded once
         measurers.append(by_texts)
-        cross = tuple(_rows(by_texts, new, manifests, published.withdrawn))
-        cells_by_text = tuple(by_texts.evidence(name) for name in dict.fromkeys(cells))
+        cross = tuple(_rows(by_texts, new, manifests, published.withdrawn_releases))
+        cells_by_text = tuple(by_texts.manifest_cell(name) for name in dict.fromkeys(cells))
     lines, routes = dict[CellName, DistanceLine](), list[RouteEvidence]()
-    for name in (row.cell for row in rows if len(row.cell.gallery) > 1 and not row.exact):
+    for name in (
+        row.cell for row in rows if len(row.cell.gallery_releases) > 1 and not row.float32_only
+    ):
         route, lines[name] = _route(gate, calibrating, name)
         routes.append(route)
     unlabelled = _unlabelled(gate, rows)
@@ -636,7 +659,7 @@ def measure_release(
     mixtures = (_mixtures(one, calibrated, manifests, rows) for one in measurers)
     all_rows = (*rows, *cross, *itertools.chain.from_iterable(mixtures))
     return new, ReleaseEvidence(
-        tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
+        tuple(gate.manifest_cell(name) for name in dict.fromkeys(cells)),
         tuple(routes),
         calibration,
         decide_gate(published, all_rows, new, unlabelled),
@@ -648,9 +671,9 @@ def measure_release(
 
 def _unlabelled(gate: CellMeasurer, rows: tuple[GainRow, ...]) -> tuple[UnlabelledCell, ...]:
     """Measure the rows without labels, if classes decided the gate."""
-    if gate.of_items:
+    if gate.is_unlabelled:
         return ()
-    return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.exact])
+    return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.float32_only])
 
 
 def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set[int]:
@@ -658,8 +681,8 @@ def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set
     lossy = set()
     for upgrade in release.upgrades:
         name = CellName(release.release, (upgrade.from_release, release.release))
-        loss = mean_of_answerable(gate.cell(name, exact=True).map) - mean_of_answerable(
-            gate.cell(name).map
+        loss = mean_of_answerable(gate.measure_cell(name, exact=True).map) - mean_of_answerable(
+            gate.measure_cell(name).map
         )
         if upgrade.int8_file is not None and loss > int8_loss:
             lossy.add(upgrade.from_release)
@@ -668,11 +691,11 @@ def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set
 
 def _harmful_twins(rows: tuple[GainRow, ...]) -> set[int]:
     """Return the sources whose int8 twin makes a route fail that passes with float32 files."""
-    exactly = {row.cell for row in rows if row.exact and row.passes}
+    exactly = {row.cell for row in rows if row.float32_only and row.passes}
     return {
-        row.cell.gallery[-2]
+        row.cell.gallery_releases[-2]
         for row in rows
-        if row.cell in exactly and not row.exact and not row.passes
+        if row.cell in exactly and not row.float32_only and not row.passes
     }
 
 
@@ -690,14 +713,14 @@ def _rows(
     gate: CellMeasurer, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
 ) -> Iterator[GainRow]:
     for name in served_cells(new, manifests, withdrawn):
-        old = own_cell(name.gallery[0])
-        stayed = gate.cell(old)
-        for exact in (False, True) if gate.quantised(name) else (False,):
-            served = gate.cell(name, exact=exact)
-            own = gate.cell(own_cell(new.release)) if gate.of_items else None
+        old = native_cell(name.gallery_releases[0])
+        stayed = gate.measure_cell(old)
+        for exact in (False, True) if gate.has_int8_step(name) else (False,):
+            served = gate.measure_cell(name, exact=exact)
+            own = gate.measure_cell(native_cell(new.release)) if gate.is_unlabelled else None
             yield gain_row(
                 name, old, served, stayed, own,
-                classes=gate.classes, exact=exact, by_text=gate.by_text,
+                classes=gate.classes, float32_only=exact, has_text_queries=gate.has_text_queries,
             )  # fmt: skip
 
 
@@ -710,18 +733,18 @@ def _mixtures(
     the share with the smallest gain.
     """
     order = random_order(len(gate.embedded.listing), 0)
-    own = gate.cell(own_cell(new.release)) if gate.of_items else None
-    for name in (row.cell for row in rows if len(row.cell.gallery) == 1):
-        old = own_cell(name.gallery[0])
-        direct = find_curve(new, new.space, manifests[old.query].space, "direct")
-        others: dict[Origin, CellName] = {"native": own_cell(new.release)}
-        if routes := [row for row in rows if row.old == old and row.cell != name]:
+    own = gate.measure_cell(native_cell(new.release)) if gate.is_unlabelled else None
+    for name in (row.cell for row in rows if len(row.cell.gallery_releases) == 1):
+        old = native_cell(name.gallery_releases[0])
+        direct = find_curve(new, new.space, manifests[old.query_release].space, "direct")
+        others: dict[Origin, CellName] = {"native": native_cell(new.release)}
+        if routes := [row for row in rows if row.old_cell == old and row.cell != name]:
             others["upgraded"] = max(routes, key=lambda row: row.map_gain.mean).cell
         for origin, other in others.items():
             curve = find_curve(new, new.space, new.space, origin)
             if direct is None or curve is None:
                 continue
-            cells = gate.cell(name), gate.cell(other)
+            cells = gate.measure_cell(name), gate.measure_cell(other)
             mixed = []
             for share in _SHARES:
                 replaced = np.zeros(len(order), np.bool_)
@@ -729,8 +752,9 @@ def _mixtures(
                 served = rank_mixture(cells, (direct, curve), replaced, gate.relevance)
                 mixed.append(
                     gain_row(
-                        name, old, served, gate.cell(old), own,
-                        classes=gate.classes, exact=False, by_text=gate.by_text,
+                        name, old, served, gate.measure_cell(old), own,
+                        classes=gate.classes, float32_only=False,
+                        has_text_queries=gate.has_text_queries,
                         mixture=f"{share:.0%} of {other}".replace("%", " %"),
                     )
                 )  # fmt: skip
@@ -741,23 +765,28 @@ def _route(
     gate: CellMeasurer, calibrating: CellMeasurer, name: CellName
 ) -> tuple[RouteEvidence, DistanceLine]:
     """Return the evidence of a route, and the line by which its migrated vectors are ranked."""
-    upper = mean_of_answerable(gate.cell(own_cell(name.query)).map)
+    upper = mean_of_answerable(gate.measure_cell(native_cell(name.query_release)).map)
     # Fitted on one half of the images; its effect on the curves is measured on the other.
     scale = fit_distance_line(
-        calibrating.cell(name), calibrating.cell(own_cell(name.query)), calibrating.relevance
+        calibrating.measure_cell(name),
+        calibrating.measure_cell(native_cell(name.query_release)),
+        calibrating.relevance,
     )
-    exact, served = gate.cell(name, exact=True), mean_of_answerable(gate.cell(name).map)
+    exact, served = (
+        gate.measure_cell(name, exact=True),
+        mean_of_answerable(gate.measure_cell(name).map),
+    )
     fitting, judging = (
         QuerySet(one.queries, one.embedded, one.relevance, one.classes)
         for one in (calibrating, gate)
     )
-    healing, line = measure_lazy_reembedding(name, judging, scale, int8=gate.quantised(name))
-    both = measure_rank_fusion(name, fitting, judging, int8=gate.quantised(name))
+    healing, line = measure_lazy_reembedding(name, judging, scale, int8=gate.has_int8_step(name))
+    both = measure_rank_fusion(name, fitting, judging, int8=gate.has_int8_step(name))
     evidence = RouteEvidence(
-        releases=name.gallery,
+        releases=name.gallery_releases,
         map=mean_of_answerable(exact.map),
         cmc1=mean_of_answerable(exact.cmc1),
-        int8_map=served if gate.quantised(name) else None,
+        int8_map=served if gate.has_int8_step(name) else None,
         kept=served / upper if upper > 0 else 0.0,
         healing=healing,
         both=both,
@@ -773,7 +802,7 @@ def _calibrations(
     lines: Mapping[CellName, DistanceLine],
 ) -> Iterator[Calibration]:
     def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
-        figures = measuring.cell(name)
+        figures = measuring.measure_cell(name)
         return fit_calibration(
             query,
             gallery,
@@ -784,24 +813,25 @@ def _calibrations(
             len(measuring.embedded.listing),
         )
 
-    own = own_cell(new.release)
+    own = native_cell(new.release)
     native = fit(own, new.space, new.space, "native")
     yield native
     yield native.model_copy(update={"origin": "re-embedded"})
     # The newest release that is served through an upgrade, by its best route.
-    routes = [row for row in rows if len(row.cell.gallery) > 1 and not row.exact]
+    routes = [row for row in rows if len(row.cell.gallery_releases) > 1 and not row.float32_only]
     if routes:
-        newest = max(row.cell.gallery[0] for row in routes)
+        newest = max(row.cell.gallery_releases[0] for row in routes)
         best = max(
-            (row for row in routes if row.cell.gallery[0] == newest), key=lambda r: r.map_gain.mean
+            (row for row in routes if row.cell.gallery_releases[0] == newest),
+            key=lambda r: r.map_gain.mean,
         )
         line = lines[best.cell]
         scale = None if line == IDENTITY_LINE else (line.slope, line.offset)
         upgraded = fit(best.cell, new.space, new.space, "upgraded")
         yield upgraded.model_copy(update={"scale": scale})
     for row in rows:
-        if len(row.cell.gallery) == 1:
-            yield fit(row.cell, new.space, manifests[row.old.query].space, "direct")
-    for number in sorted({row.old.query for row in rows}):
+        if len(row.cell.gallery_releases) == 1:
+            yield fit(row.cell, new.space, manifests[row.old_cell.query_release].space, "direct")
+    for number in sorted({row.old_cell.query_release for row in rows}):
         space = manifests[number].space
-        yield fit(own_cell(number), space, space, "old-model")
+        yield fit(native_cell(number), space, space, "old-model")

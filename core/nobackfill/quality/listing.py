@@ -57,7 +57,7 @@ class TextListing(ImageListing):
         """
         return type(self)(self.root, self.class_names, self.paths, self.labels, self.queries)
 
-    def by_parts(self) -> Self:
+    def split_first_sentences(self) -> Self:
         """Return the texts without their first sentence, which becomes the query; each is its own
         class.
 

@@ -65,7 +65,7 @@ def measure_cell(
     gallery: EmbeddedListing,
     relevance: Relevance,
     *,
-    neighbours: int = 0,
+    neighbour_count: int = 0,
     int8: bool = False,
 ) -> CellFigures:
     """Measure a cell by exact search, in the metric of the searched space.
@@ -75,8 +75,8 @@ def measure_cell(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        neighbours: Number of nearest items to return for each query, without ignored ones; 0: none.
-            All queries get as many as the one that has fewest.
+        neighbour_count: Number of nearest items to return for each query, without ignored ones; 0:
+            none. All queries get as many as the one that has fewest.
         int8: Use int8 files where they exist.
 
     Raises:
@@ -92,7 +92,9 @@ def measure_cell(
         IndexError: Relevance names a position outside the gallery.
     """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
-    return search_and_measure(*vectors, relevance, queries.metric_of(cell), neighbours=neighbours)
+    return search_and_measure(
+        *vectors, relevance, queries.search_metric(cell), neighbour_count=neighbour_count
+    )
 
 
 def search_and_measure(
@@ -101,37 +103,37 @@ def search_and_measure(
     relevance: Relevance,
     metric: Metric = "l2",
     *,
-    neighbours: int = 0,
+    neighbour_count: int = 0,
 ) -> CellFigures:
     """Search a gallery exactly, and measure the answers.
 
     Args:
         queries: [q, dim]; q may be 0.
-        gallery: [g, dim]; g may be 0 if `neighbours` is 0.
+        gallery: [g, dim]; g may be 0 if `neighbour_count` is 0.
         relevance: The relevant items of each query.
         metric: How distances are computed.
-        neighbours: Number of nearest items to return for each query without ignored ones; fewer if
-            there are no more. All queries get as many as the one that has fewest. 0: none.
+        neighbour_count: Number of nearest items to return for each query without ignored ones;
+            fewer if there are no more. All queries get as many as the one that has fewest. 0: none.
 
     Returns:
         The figures; without queries each is empty.
 
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
-            not finite, a zero vector with cosine, or an unknown metric. Also `neighbours` without
-            items.
+            not finite, a zero vector with cosine, or an unknown metric. Also `neighbour_count`
+            without items.
         IndexError: Relevance names a position outside the gallery.
     """
     ranking = rank(queries, gallery, relevance, metric)
     nearest_items: Ints = np.empty((len(queries), 0), np.int64)
     near_distances: Vectors = np.empty((len(queries), 0), np.float32)
-    if neighbours:
+    if neighbour_count:
         own = max((len(ignored) for ignored in relevance.ignored), default=0)
         nearest_items, near_distances = exact_neighbours(
-            queries, gallery, min(neighbours + own, len(gallery)), metric
+            queries, gallery, min(neighbour_count + own, len(gallery)), metric
         )
         nearest_items, near_distances = _without_ignored(
-            nearest_items, near_distances, relevance, neighbours
+            nearest_items, near_distances, relevance, neighbour_count
         )
     return CellFigures(
         **compute_figures(ranking),
@@ -193,7 +195,9 @@ def search_cell(
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     adapted = queries.query_adapter(cell) is not None
-    spec = SpaceSpec.of(queries.manifest(cell.gallery[0] if adapted else cell.query))
+    spec = SpaceSpec.of(
+        queries.manifest(cell.gallery_releases[0] if adapted else cell.query_release)
+    )
     if gallery_vectors.shape[1] != spec.dim:
         raise InvalidInputError(
             f"cell {cell}: a gateway's gallery has vectors of one dimension, got {spec.dim} of "
@@ -235,7 +239,7 @@ def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
 def rank_mixture(
     cells: tuple[CellFigures, CellFigures],
     curves: tuple[Curve, Curve],
-    replaced: NDArray[np.bool_],
+    replaced_mask: NDArray[np.bool_],
     relevance: Relevance,
 ) -> CellFigures:
     """Measure a gallery that has some vectors of each of two cells, as a gateway ranks it.
@@ -246,7 +250,7 @@ def rank_mixture(
     Args:
         cells: Two served cells of the same queries and items, from `search_cell`.
         curves: The calibration of each.
-        replaced: Whether an item has its vector of the second cell, bool [items].
+        replaced_mask: Whether an item has its vector of the second cell, bool [items].
         relevance: The relevant items of each query.
 
     Returns:
@@ -255,7 +259,7 @@ def rank_mixture(
 
     Raises:
         ValueError: The cells have different numbers of queries, or relevance is for another number.
-        IndexError: `replaced` lacks an item.
+        IndexError: `replaced_mask` lacks an item.
     """
     labels = np.concatenate([cell.neighbours for cell in cells], axis=1)
     distances = np.concatenate([cell.distances for cell in cells], axis=1)
@@ -267,7 +271,7 @@ def rank_mixture(
         axis=1,
     )
     is_second = np.arange(labels.shape[1]) >= cells[0].neighbours.shape[1]
-    served = (labels >= 0) & (replaced[labels] == is_second)
+    served = (labels >= 0) & (replaced_mask[labels] == is_second)
     labels = np.where(served, labels, -1)
     order = np.lexsort((labels, distances, np.where(served, -values, np.inf)), axis=1)[:, :DEPTH]
     labels = np.take_along_axis(labels, order, 1)
@@ -318,7 +322,7 @@ def evaluate_cells(
     gallery: EmbeddedListing,
     relevance: Relevance,
     *,
-    neighbours: int,
+    neighbour_count: int,
     int8: bool = False,
 ) -> list[MatrixCell]:
     """Measure cells by exact search, in the metric of the searched space.
@@ -330,7 +334,8 @@ def evaluate_cells(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        neighbours: Number of nearest items to return for each query, without ignored ones; 0: none.
+        neighbour_count: Number of nearest items to return for each query, without ignored ones; 0:
+            none.
         int8: Use int8 files where they exist.
 
     Returns:
@@ -350,7 +355,7 @@ def evaluate_cells(
         IndexError: Relevance names a position outside the gallery.
     """
     return [
-        _evaluate(name, queries, gallery, relevance, neighbours=neighbours, int8=int8)
+        _evaluate(name, queries, gallery, relevance, neighbour_count=neighbour_count, int8=int8)
         for name in cells
     ]
 
@@ -361,12 +366,12 @@ def _evaluate(
     gallery: EmbeddedListing,
     relevance: Relevance,
     *,
-    neighbours: int,
+    neighbour_count: int,
     int8: bool,
 ) -> MatrixCell:
-    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric_of(name)
+    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.search_metric(name)
     cell = search_and_measure(
-        *vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS)
+        *vectors, relevance, metric, neighbour_count=max(neighbour_count, HUB_NEIGHBOURS)
     )
     worst, worst_map = worst_class(cell.map, queries.listing.labels)
     items = len(gallery.listing)
@@ -386,7 +391,7 @@ def _evaluate(
         figures,
         cell.cmc1,
         cell.map,
-        cell.neighbours[:, :neighbours],
+        cell.neighbours[:, :neighbour_count],
         queries.listing.class_names[worst],
     )
 

@@ -27,7 +27,7 @@ from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.distances import Metric, distances, to_unit_norm
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
-from nobackfill.quality.cells import CellName, own_cell
+from nobackfill.quality.cells import CellName, native_cell
 from nobackfill.quality.embedded import (
     EmbeddedListing,
     PublishedListing,
@@ -136,7 +136,7 @@ def _strict(
 
 
 def fit_distance_line(
-    carried: CellFigures, embedded: CellFigures, relevance: Relevance
+    migrated_figures: CellFigures, native_figures: CellFigures, relevance: Relevance
 ) -> DistanceLine:
     """Fit the line that converts migrated items' distances to those of re-embedded items.
 
@@ -148,8 +148,8 @@ def fit_distance_line(
     within an origin.
 
     Args:
-        carried: The cell with migrated vectors; its neighbours and distances are used.
-        embedded: The cell with the new model's own vectors.
+        migrated_figures: The cell with migrated vectors; its neighbours and distances are used.
+        native_figures: The cell with the new model's own vectors.
         relevance: The relevant items of each query.
 
     Returns:
@@ -159,7 +159,10 @@ def fit_distance_line(
     Raises:
         ValueError: There are no queries, or relevance for another number.
     """
-    pairs = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
+    pairs = [
+        retrieved_pairs(m.neighbours, m.distances, relevance)
+        for m in (migrated_figures, native_figures)
+    ]
     if any(len(np.unique(matches)) < 2 for _, matches, _ in pairs):
         return IDENTITY_LINE
     means = [_means(distances, rows, len(relevance.relevant)) for distances, _, rows in pairs]
@@ -208,7 +211,7 @@ def fit_calibration(
     neighbours: NDArray[np.int64],
     distances: NDArray[np.float32],
     relevance: Relevance,
-    items: int,
+    item_count: int,
 ) -> Calibration:
     """Fit the calibration of one (query space, gallery space, origin).
 
@@ -219,7 +222,7 @@ def fit_calibration(
         neighbours: Gallery positions [q, k] of a search, nearest first.
         distances: Their distances [q, k]; NaN is not allowed.
         relevance: The relevant items of each query.
-        items: Number of items of the gallery, at least 1.
+        item_count: Number of items of the gallery, at least 1.
 
     Returns:
         The curve without a scale.
@@ -234,7 +237,7 @@ def fit_calibration(
         origin=origin,
         distances=x,
         probabilities=y,
-        items=items,
+        items=item_count,
     )
 
 
@@ -298,11 +301,13 @@ class _Space:
         return _Space(root * self.queries, root * self.items)
 
     def measure(self, relevance: Relevance) -> CellFigures:
-        return search_and_measure(self.queries, self.items, relevance, neighbours=PAIRS_A_QUERY)
+        return search_and_measure(
+            self.queries, self.items, relevance, neighbour_count=PAIRS_A_QUERY
+        )
 
 
 def measure_rank_fusion(
-    cell: CellName, fitting: QuerySet, judging: QuerySet, *, int8: bool
+    cell: CellName, fitting_half: QuerySet, judging_half: QuerySet, *, int8: bool
 ) -> RankFusionEvidence | None:
     """Measure rank fusion by both models on a migrated gallery.
 
@@ -311,8 +316,8 @@ def measure_rank_fusion(
 
     Args:
         cell: The cell of the migrated gallery.
-        fitting: The half for fitting the weights.
-        judging: The half for the figures.
+        fitting_half: The half for fitting the weights.
+        judging_half: The half for the figures.
         int8: Use int8 files where they exist.
 
     Returns:
@@ -330,19 +335,19 @@ def measure_rank_fusion(
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
     """
-    joint = _fit_joint(cell, fitting, int8=int8)
+    joint = _fit_joint(cell, fitting_half, int8=int8)
     if joint is None:
         return None
-    carried, stayed = _spaces(cell, judging, int8=int8)
-    fused = _concatenate(carried.times(joint.new), stayed.times(joint.old)).measure(
-        judging.relevance
+    carried, stayed = _spaces(cell, judging_half, int8=int8)
+    fused = _concatenate(carried.times(joint.new_weight), stayed.times(joint.old_weight)).measure(
+        judging_half.relevance
     )
     gains = {}
     for name, one in (("carried", carried), ("stayed", stayed)):
-        figures = one.measure(judging.relevance)
+        figures = one.measure(judging_half.relevance)
         gains[name] = (
-            judging.bootstrap_gain(fused.map, figures.map),
-            judging.bootstrap_gain(fused.cmc1, figures.cmc1),
+            judging_half.bootstrap_gain(fused.map, figures.map),
+            judging_half.bootstrap_gain(fused.cmc1, figures.cmc1),
         )
     if any(gain.high < 0 for pair in gains.values() for gain in pair):
         return None
@@ -350,7 +355,9 @@ def measure_rank_fusion(
         return None
     of_map, of_cmc1 = gains["stayed"]
     return RankFusionEvidence(
-        **joint._asdict(),
+        new=joint.new_weight,
+        old=joint.old_weight,
+        offset=joint.offset,
         map=mean_of_answerable(fused.map),
         cmc1=mean_of_answerable(fused.cmc1),
         map_gain_low=of_map.low,
@@ -371,7 +378,7 @@ def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> JointDistance |
             best, share = fused, one
     if share == 1.0:
         return None
-    native = _space(own_cell(cell.query), half, int8=int8).measure(half.relevance)
+    native = _space(native_cell(cell.query_release), half, int8=int8).measure(half.relevance)
     line: DistanceLine = fit_distance_line(best, native, half.relevance)
     return JointDistance(line.slope * share, line.slope * (1 - share) * unlike, line.offset)
 
@@ -382,11 +389,13 @@ def _objective(cell: CellFigures) -> float:
 
 def _spaces(cell: CellName, half: QuerySet, *, int8: bool) -> tuple[_Space, _Space]:
     """Return the space of the migrated vectors and that of the old ones."""
-    return _space(cell, half, int8=int8), _space(own_cell(cell.gallery[0]), half, int8=int8)
+    return _space(cell, half, int8=int8), _space(
+        native_cell(cell.gallery_releases[0]), half, int8=int8
+    )
 
 
 def _space(cell: CellName, half: QuerySet, *, int8: bool) -> _Space:
-    metric = half.queries.metric(cell.query)
+    metric = half.queries.metric(cell.query_release)
     queries, items = cell_vectors(cell, half.queries, half.items, int8=int8)
     return _Space(_squared(queries, metric), _squared(items, metric))
 
@@ -455,8 +464,11 @@ def backfill_curves(
         ConfigurationError: The library for a tokenizer is not installed.
         IndexError: Relevance is for fewer queries, or names a position outside the gallery.
     """
-    line = served_line(cell, queries) if line is None else line
-    served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)
+    line = declared_distance_line(cell, queries) if line is None else line
+    served, native = (
+        gallery.vectors_along(cell.gallery_releases, int8=int8),
+        gallery.native_vectors(cell.query_release),
+    )
     meets_served = query_vectors(cell, queries, served.embedding)
     uncertainty = served.uncertainty
     makers: dict[str, Callable[[], Ints]] = {
@@ -466,7 +478,7 @@ def backfill_curves(
     }
     if uncertainty is not None:
         makers["uncertainty"] = lambda: uncertainty_order(uncertainty)
-        metric = queries.metric(cell.query)
+        metric = queries.metric(cell.query_release)
         makers["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
     selected = {}
     for name in orders:
@@ -479,18 +491,18 @@ def backfill_curves(
                 else ReembeddingOrder(order)
             )
     return curves_by_order(
-        queries.native(cell.query),
+        queries.native_vectors(cell.query_release),
         served.embedding,
         native,
         selected,
         relevance,
-        metric=queries.metric(cell.query),
+        metric=queries.metric(cell.query_release),
         served_queries=meets_served,
-        line=line,
+        distance_line=line,
     )
 
 
-def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
+def declared_distance_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
     """Return the line by which a release ranks the cell's migrated vectors among native ones.
 
     Args:
@@ -504,9 +516,9 @@ def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
     Raises:
         NotFoundError: The query's release does not exist.
     """
-    if len(cell.gallery) == 1 or not isinstance(queries, PublishedListing):
+    if len(cell.gallery_releases) == 1 or not isinstance(queries, PublishedListing):
         return IDENTITY_LINE
-    manifest = queries.manifest(cell.query)
+    manifest = queries.manifest(cell.query_release)
     curve = find_curve(manifest, manifest.space, manifest.space, "upgraded")
     return IDENTITY_LINE if curve is None or curve.scale is None else DistanceLine(*curve.scale)
 

@@ -60,13 +60,13 @@ class JointDistance(NamedTuple):
     The result is new * (distance to the migrated vector) + old * (old model's distance) + offset.
 
     Attributes:
-        new: Weight of the new model's distance.
-        old: Weight of the old model's distance.
+        new_weight: Weight of the new model's distance.
+        old_weight: Weight of the old model's distance.
         offset: Added to the sum.
     """
 
-    new: float
-    old: float
+    new_weight: float
+    old_weight: float
     offset: float
 
     def __call__(self, new_distances: ArrayLike, old_distances: ArrayLike) -> NDArray[np.float64]:
@@ -83,9 +83,9 @@ class JointDistance(NamedTuple):
         Raises:
             ValueError: The shapes do not fit.
         """
-        both = self.new * np.asarray(new_distances, np.float64) + self.old * np.asarray(
-            old_distances
-        )
+        both = self.new_weight * np.asarray(
+            new_distances, np.float64
+        ) + self.old_weight * np.asarray(old_distances)
         return np.asarray(both + self.offset, np.float64)
 
 
@@ -116,7 +116,7 @@ class Scorer:
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
 
-    def is_beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
+    def is_beyond_calibration(self, distances: ArrayLike) -> NDArray[np.bool_]:
         """Return which distances lie outside of those that the calibration saw; their scores are
         its end values. The first and the last breakpoint count as inside.
 
@@ -161,7 +161,7 @@ def is_beyond_calibration(calibration: Curve, distances: ArrayLike) -> NDArray[n
     Returns:
         bool, of the same shape. The first and the last breakpoint are inside.
     """
-    return Scorer(calibration).is_beyond(distances)
+    return Scorer(calibration).is_beyond_calibration(distances)
 
 
 def find_curve(

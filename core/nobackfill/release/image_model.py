@@ -61,14 +61,14 @@ class ImageModel:
         file: Its ONNX file.
         frame: The pixels that it reads.
         dim: Dimension of its vectors.
-        unit: Whether its vectors have norm 1.
+        unit_norm: Whether its vectors have norm 1.
     """
 
     release: int
     file: ModelFile
     frame: Frame
     dim: int
-    unit: bool
+    unit_norm: bool
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:

@@ -31,74 +31,74 @@ def is_plain_path(path: str) -> bool:
     return _PLAIN.fullmatch(path) is not None and ".." not in path
 
 
-def embedder_model(release: int) -> str:
+def embedder_model_name(release: int) -> str:
     """Return Triton's name of the image embedder phi_N."""
     return f"embedder_{release}"
 
 
-def side_encoder_model(release: int) -> str:
+def side_encoder_model_name(release: int) -> str:
     """Return Triton's name of the side-information encoder psi_N."""
     return f"side_encoder_{release}"
 
 
-def text_encoder_model(release: int) -> str:
+def text_encoder_model_name(release: int) -> str:
     """Return Triton's name of the text encoder."""
     return f"text_encoder_{release}"
 
 
-def query_encoder_model(release: int) -> str:
+def query_encoder_model_name(release: int) -> str:
     """Return Triton's name of the query encoder, for releases with a separate model for queries."""
     return f"query_encoder_{release}"
 
 
-def upgrade_model(from_release: int, to_release: int) -> str:
+def upgrade_model_name(from_release: int, to_release: int) -> str:
     """Return Triton's name of the upgrade M->N."""
     return f"upgrade_{from_release}_to_{to_release}"
 
 
 def embedder_path(release: int) -> str:
     """Return the published path of the image embedder's ONNX file."""
-    return f"{embedder_model(release)}/1/model.onnx"
+    return f"{embedder_model_name(release)}/1/model.onnx"
 
 
 def side_encoder_path(release: int) -> str:
     """Return the published path of the side-information encoder's ONNX file."""
-    return f"{side_encoder_model(release)}/1/model.onnx"
+    return f"{side_encoder_model_name(release)}/1/model.onnx"
 
 
 def text_encoder_path(release: int) -> str:
     """Return the published path of the text encoder's ONNX file."""
-    return f"{text_encoder_model(release)}/1/model.onnx"
+    return f"{text_encoder_model_name(release)}/1/model.onnx"
 
 
 def query_encoder_path(release: int) -> str:
     """Return the published path of the query encoder's ONNX file."""
-    return f"{query_encoder_model(release)}/1/model.onnx"
+    return f"{query_encoder_model_name(release)}/1/model.onnx"
 
 
 def tokenizer_path(release: int) -> str:
     """Return the published path of the tokenizer, in the text encoder's folder."""
-    return f"{text_encoder_model(release)}/1/tokenizer.json"
+    return f"{text_encoder_model_name(release)}/1/tokenizer.json"
 
 
 def upgrade_path(from_release: int, to_release: int) -> str:
     """Return the published path of the float32 ONNX file of the upgrade M->N."""
-    return f"{upgrade_model(from_release, to_release)}/1/model.onnx"
+    return f"{upgrade_model_name(from_release, to_release)}/1/model.onnx"
 
 
 def upgrade_int8_path(from_release: int, to_release: int) -> str:
     """Return the published path of the quantised twin of the upgrade M->N."""
-    return f"{upgrade_model(from_release, to_release)}/1/model.int8.onnx"
+    return f"{upgrade_model_name(from_release, to_release)}/1/model.int8.onnx"
 
 
-def adapter_model(from_release: int, to_release: int) -> str:
+def adapter_model_name(from_release: int, to_release: int) -> str:
     """Return Triton's name of the query adapter N->M, where M is the older release."""
     return f"adapter_{from_release}_to_{to_release}"
 
 
 def adapter_path(from_release: int, to_release: int) -> str:
     """Return the published path of the ONNX file of the query adapter N->M."""
-    return f"{adapter_model(from_release, to_release)}/1/model.onnx"
+    return f"{adapter_model_name(from_release, to_release)}/1/model.onnx"
 
 
 def config_path(model: str) -> str:
@@ -254,7 +254,7 @@ def release_space_id(embedder: PublishedEmbedder, text: TextEncoder | None = Non
         width=embedder.width,
         dim=embedder.dim,
         metric=embedder.metric,
-        unit=embedder.unit,
+        unit_norm=embedder.unit,
         more_fields=dict(_space_fields(embedder, text)),
     )
 
@@ -293,8 +293,8 @@ def explain_contradiction(embedder: PublishedEmbedder, text: TextEncoder | None)
     return None
 
 
-def lowest_format(
-    embedder: PublishedEmbedder, text: TextEncoder | None, *, adapts_queries: bool = False
+def lowest_manifest_format(
+    embedder: PublishedEmbedder, text: TextEncoder | None, *, has_query_adapter: bool = False
 ) -> Format:
     """Return the lowest format whose readers understand a release.
 
@@ -305,9 +305,9 @@ def lowest_format(
     Args:
         embedder: Its embedder.
         text: Its text encoder, None without one.
-        adapts_queries: Whether it has a query adapter.
+        has_query_adapter: Whether it has a query adapter.
     """
-    if adapts_queries:
+    if has_query_adapter:
         return 5
     if embedder.interpolation != "bilinear":
         return 4
@@ -633,7 +633,7 @@ class Manifest(ManifestPart):
         pydantic.ValidationError: A rule is broken.
     """
 
-    # See `lowest_format`.
+    # See `lowest_manifest_format`.
     format: Format = 1
     release: ReleaseNumber
     space: SpaceId
@@ -672,7 +672,9 @@ class Manifest(ManifestPart):
             )
         if problem := explain_contradiction(self.embedder, self.text_encoder):
             raise ValueError(problem)
-        lowest = lowest_format(self.embedder, self.text_encoder, adapts_queries=bool(self.adapters))
+        lowest = lowest_manifest_format(
+            self.embedder, self.text_encoder, has_query_adapter=bool(self.adapters)
+        )
         if self.format != lowest:
             raise ValueError(
                 f"format: expected {lowest}, the lowest that has the features of this release, got "
@@ -884,19 +886,19 @@ class Manifest(ManifestPart):
         path. A side encoder that an older release published is not among them, and no int8 twin."""
         models: dict[str, ModelInterface] = {}
         if self.embedder.file is not None:
-            models[embedder_model(self.release)] = self.embedder_interface()
+            models[embedder_model_name(self.release)] = self.embedder_interface()
         if (text := self.text_encoder) is not None:
-            models[text_encoder_model(self.release)] = self.text_encoder_interface(text)
+            models[text_encoder_model_name(self.release)] = self.text_encoder_interface(text)
             if text.query_file is not None:
-                models[query_encoder_model(self.release)] = self.text_encoder_interface(text)
+                models[query_encoder_model_name(self.release)] = self.text_encoder_interface(text)
         encoder = self.side_encoder
         if encoder is not None and encoder.origin_release == self.release:
-            models[side_encoder_model(self.release)] = self.side_encoder_interface(encoder)
+            models[side_encoder_model_name(self.release)] = self.side_encoder_interface(encoder)
         for upgrade in self.upgrades:
-            name = upgrade_model(upgrade.from_release, self.release)
+            name = upgrade_model_name(upgrade.from_release, self.release)
             models[name] = self.upgrade_interface(upgrade)
         for adapter in self.adapters:
-            name = adapter_model(self.release, adapter.to_release)
+            name = adapter_model_name(self.release, adapter.to_release)
             models[name] = self.adapter_interface(adapter)
         return {config_path(name): _config(name, ends) for name, ends in models.items()}
 

@@ -39,12 +39,12 @@ class Upgraded:
 
     Attributes:
         embedding: float32 [n, dim].
-        side: Side-information, float32 [n, side_dim]; None if there is none.
+        side_information: Side-information, float32 [n, side_dim]; None if there is none.
         uncertainty: float32 [n], larger is less certain; None if the upgrade predicts none.
     """
 
     embedding: Vectors
-    side: Vectors | None
+    side_information: Vectors | None
     uncertainty: Vectors | None
 
 
@@ -74,7 +74,9 @@ class ImageEmbedder:
         """
         checked = _check_images(images, self._model.frame)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
-        return check_output(embedding, len(checked), self.dim, "embedding", unit=self._model.unit)
+        return check_output(
+            embedding, len(checked), self.dim, "embedding", unit_norm=self._model.unit_norm
+        )
 
 
 class SideEncoder:
@@ -158,7 +160,7 @@ class UpgradeModel:
         values = dict(zip(self._outputs, self._session.run(inputs, self._outputs), strict=True))
         spec = self._manifest.embedder
         return Upgraded(
-            check_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
+            check_output(values["upgraded"], count, spec.dim, "upgraded", unit_norm=spec.unit),
             self._side(values, count, side),
             _check_uncertainty(values["uncertainty"], count) if "uncertainty" in values else None,
         )
@@ -201,7 +203,9 @@ class AdapterModel:
         checked = check_vectors(queries, self._dim, error_name="query to adapt")
         (adapted,) = self._session.run({"embedding": checked}, ["adapted"])
         adapter = self._adapter
-        return check_output(adapted, len(checked), adapter.to_dim, "adapted", unit=adapter.to_unit)
+        return check_output(
+            adapted, len(checked), adapter.to_dim, "adapted", unit_norm=adapter.to_unit
+        )
 
 
 def count_cores() -> int:
@@ -470,18 +474,18 @@ def _check_images(images: Images, frame: Frame) -> Images:
 
 
 def check_output(
-    values: NDArray[Any], count: int, dim: int, name: str, *, unit: bool = False
+    values: NDArray[Any], item_count: int, dim: int, name: str, *, unit_norm: bool = False
 ) -> Vectors:
     """Return a model's output as vectors, after checking it.
 
-    A vector of zeros passes without `unit`.
+    A vector of zeros passes without `unit_norm`.
 
     Args:
         values: The output, of any shape and dtype.
-        count: The expected number of rows.
+        item_count: The expected number of rows.
         dim: The expected dimension.
         name: Name of the output, for messages.
-        unit: Whether each norm must be 1.
+        unit_norm: Whether each norm must be 1.
 
     Returns:
         float32 [count, dim], converted from float64; the same array where it is C-contiguous
@@ -489,18 +493,20 @@ def check_output(
 
     Raises:
         VerificationError: Another shape, or a dtype other than float32 and float64.
-        UnusableOutputError: Some rows have NaN, infinity, a norm above 1e15, or with `unit` a norm
-            that is not 1. The error lists the rows.
+        UnusableOutputError: Some rows have NaN, infinity, a norm above 1e15, or with `unit_norm` a
+            norm that is not 1. The error lists the rows.
     """
     try:
-        checked = check_vectors(values, dim, error_name=f"model output {name!r}", unit=unit)
+        checked = check_vectors(
+            values, dim, error_name=f"model output {name!r}", unit_norm=unit_norm
+        )
     except UnusableRowsError as error:
-        raise UnusableOutputError(str(error), error.rows) from error
+        raise UnusableOutputError(str(error), error.unusable_rows) from error
     except InvalidInputError as error:
         raise VerificationError(str(error)) from error
-    if len(checked) != count:
+    if len(checked) != item_count:
         raise VerificationError(
-            f"model output {name!r}: expected {count} vectors, one for each input, got "
+            f"model output {name!r}: expected {item_count} vectors, one for each input, got "
             f"{len(checked)}; export the model again"
         )
     return checked

@@ -61,7 +61,10 @@ class OnnxRuleError(Exception):
 
 
 def check_onnx_file(
-    path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tokens: int = 1
+    path: Path,
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    longest_text_tokens: int = 1,
 ) -> None:
     """Check a file against all rules.
 
@@ -71,8 +74,8 @@ def check_onnx_file(
         path: The ONNX file.
         inputs: The inputs that it must have.
         outputs: The outputs that it must have.
-        tokens: Length of the longest text in tokens, at least 1; it bounds the values of an open
-            axis.
+        longest_text_tokens: Length of the longest text in tokens, at least 1; it bounds the values
+            of an open axis.
 
     Raises:
         OnnxRuleError: The first broken rule. Examples are a folder, a file above 512 MiB, an
@@ -106,7 +109,7 @@ def check_onnx_file(
         raise OnnxRuleError("it has an initializer for an input; remove it from the graph's inputs")
     try:
         onnx.checker.check_model(model, full_check=True)
-        inferred = _check_values(model, tokens)
+        inferred = _check_values(model, longest_text_tokens)
         _check_arithmetic(inferred)
     # ValueError: the checker fails with a UnicodeDecodeError on names that are no text.
     except (
@@ -212,7 +215,7 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], declared: tuple[Ten
             )
 
 
-def _check_values(model: ModelProto, tokens: int) -> GraphProto:
+def _check_values(model: ModelProto, longest_text_tokens: int) -> GraphProto:
     """Check that no value of one item is large enough to fill a device, as far as shapes are
     known."""
     single = ModelProto()
@@ -221,7 +224,7 @@ def _check_values(model: ModelProto, tokens: int) -> GraphProto:
         first, *others = value.type.tensor_type.shape.dim
         first.dim_value = 1
         for size in others:
-            size.dim_value = size.dim_value or tokens
+            size.dim_value = size.dim_value or longest_text_tokens
     inferred = onnx.shape_inference.infer_shapes(single, data_prop=True)
     for value in inferred.graph.value_info:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]

@@ -80,7 +80,7 @@ def check_probes(
     *,
     upgrades: Collection[int] | None = None,
     threads: int = 1,
-    rows: int = 0,
+    least_row_count: int = 0,
 ) -> None:
     """Run the models of a release on its golden probes, in this process.
 
@@ -96,8 +96,8 @@ def check_probes(
         manifest: The release.
         upgrades: Check the upgrades from these releases; None: from all. Other numbers are ignored.
         threads: Threads of each session, at least 1.
-        rows: Upgrades run on at least this many rows, by repeating the probes: many rows may need
-            more memory or time.
+        least_row_count: Upgrades run on at least this many rows, by repeating the probes: many
+            rows may need more memory or time.
 
     Raises:
         VerificationError: A model or the file of probes is missing, differs from the manifest's,
@@ -121,7 +121,7 @@ def check_probes(
     probes = _load(read_verified_file(files, manifest.probes.file), manifest.probes.file.path)
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
-            _check_upgrade(files, manifest, upgrade, probes, threads, rows)
+            _check_upgrade(files, manifest, upgrade, probes, threads, least_row_count)
     for adapter in manifest.adapters:
         _check_adapter(files, manifest, adapter, probes, threads)
 
@@ -249,13 +249,18 @@ def _check_tokenizer(model: TextModel) -> None:
 
 
 def _check_upgrade(
-    files: Files, manifest: Manifest, upgrade: Upgrade, probes: Arrays, threads: int, rows: int
+    files: Files,
+    manifest: Manifest,
+    upgrade: Upgrade,
+    probes: Arrays,
+    threads: int,
+    least_row_count: int,
 ) -> None:
     name = f"upgrade_{upgrade.from_release}"
 
     def repeat(which: str) -> NDArray[Any]:
         array = _array(probes, f"{name}/{which}")
-        return np.resize(array, (max(rows, len(array)), *array.shape[1:]))
+        return np.resize(array, (max(least_row_count, len(array)), *array.shape[1:]))
 
     embedding = repeat("embedding")
     side = repeat("side") if upgrade.reads_side else None
@@ -268,8 +273,13 @@ def _check_upgrade(
         with _refuse_probes(label):
             output = model.run(embedding, side)
         _agree(f"{label}/upgraded", repeat("upgraded"), output.embedding, tolerance)
-        if upgrade.side == "maps" and output.side is not None:
-            _agree(f"{label}/upgraded_side", repeat("upgraded_side"), output.side, tolerance)
+        if upgrade.side == "maps" and output.side_information is not None:
+            _agree(
+                f"{label}/upgraded_side",
+                repeat("upgraded_side"),
+                output.side_information,
+                tolerance,
+            )
 
 
 def _check_adapter(
@@ -362,13 +372,13 @@ class OnnxFile:
         path: The file.
         inputs: The inputs that it must have.
         outputs: The outputs that it must have.
-        longest_tokens: Length in tokens of the longest text, 1 without texts.
+        longest_text_tokens: Length in tokens of the longest text, 1 without texts.
     """
 
     path: Path
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    longest_tokens: int = 1
+    longest_text_tokens: int = 1
 
 
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
@@ -388,7 +398,7 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
 
     for name, file in files.items():
         try:
-            check_onnx_file(file.path, file.inputs, file.outputs, file.longest_tokens)
+            check_onnx_file(file.path, file.inputs, file.outputs, file.longest_text_tokens)
         except OnnxRuleError as error:
             raise VerificationError(
                 f"{name}: the ONNX file is refused: {error}. Its publisher must export it again"

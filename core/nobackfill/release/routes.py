@@ -27,13 +27,13 @@ class Route:
     Attributes:
         steps: Empty if nothing has to be done.
         retention: Share of new/new mAP that is preserved; None if it is unknown.
-        end_to_end: Whether `retention` was measured end to end. Otherwise it is the product of
-            measured parts.
+        is_measured_end_to_end: Whether `retention` was measured end to end. Otherwise it is the
+            product of measured parts.
     """
 
     steps: Steps
     retention: float | None
-    end_to_end: bool
+    is_measured_end_to_end: bool
 
     @property
     def releases(self) -> Chain:
@@ -225,7 +225,7 @@ class RouteRunner:
         uncertainty: Vectors | None = None
         for model in self._models:
             step = model.run(embedding, side)
-            embedding, side = step.embedding, step.side
+            embedding, side = step.embedding, step.side_information
             if step.uncertainty is not None:
                 uncertainty = (
                     step.uncertainty if uncertainty is None else uncertainty + step.uncertainty

@@ -125,7 +125,9 @@ class TextModel:
         """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])
-        return check_output(embedding, count, self._spec.dim, "embedding", unit=self._spec.unit)
+        return check_output(
+            embedding, count, self._spec.dim, "embedding", unit_norm=self._spec.unit
+        )
 
 
 def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> TextModel:

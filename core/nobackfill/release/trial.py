@@ -176,7 +176,7 @@ def explain_trial_failure(request: _Request) -> str | None:
             request.manifest,
             upgrades=request.upgrades,
             threads=request.threads,
-            rows=CHUNK_ROWS,
+            least_row_count=CHUNK_ROWS,
         )
     except (VerificationError, ConfigurationError) as error:
         # ConfigurationError: the library for its tokenizer is not installed here.

@@ -3,7 +3,7 @@
 `python -m nobackfill.report` writes it to a file.
 
 >>> from nobackfill.report import upgrade_page
->>> page = upgrade_page(model_repo, release=2, images=None)
+>>> page = upgrade_page(model_repo, release=2, image_folder=None)
 >>> page.startswith("<!doctype html>")
 True
 """

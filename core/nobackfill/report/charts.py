@@ -62,7 +62,7 @@ def backfill_chart(comparison: Comparison) -> str:
     for (order, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
         area = 100 * curve.area_under(curve.map)
         axes.plot(
-            100 * curve.shares, 100 * curve.map, color=colour, marker="o", markersize=3,
+            100 * curve.reembedded_shares, 100 * curve.map, color=colour, marker="o", markersize=3,
             label=f"{ORDERS[order]} (mean {area:.1f})",
         )  # fmt: skip
     bound = 100 * mean_of_answerable(comparison.cells["new/new"].map)

@@ -35,12 +35,12 @@ class UpgradeSeconds:
     """Time of the upgrade on one core of this machine, and of re-embedding the images.
 
     Attributes:
-        items: Number of images.
+        image_count: Number of images.
         upgrade_seconds: Time of the upgrade.
         reembed_seconds: Time of re-embedding.
     """
 
-    items: int
+    image_count: int
     upgrade_seconds: float
     reembed_seconds: float
 
@@ -61,7 +61,7 @@ class Comparison:
         new_vectors: [n, new dim].
         uncertainty: [n], larger is less certain; None if the upgrade predicts none.
         curves: Backfill curves by order; empty if served and new vectors differ in dimension.
-        cost: Measured times.
+        measured_seconds: Measured times.
     """
 
     old: Manifest
@@ -74,7 +74,7 @@ class Comparison:
     new_vectors: Vectors
     uncertainty: NDArray[np.float32] | None
     curves: Mapping[str, BackfillCurve]
-    cost: UpgradeSeconds
+    measured_seconds: UpgradeSeconds
 
 
 def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route | None:
@@ -151,8 +151,8 @@ def compare(
     names = upgrade_cells(old, new, route)
     images = PublishedListing(pictures, folder, manifests, threads=1)
     relevance = relevance_among_others(pictures)
-    old_vectors, native = images.native(old), images.native(new)
-    served = images.vectors_along(names["new/served"].gallery, int8=True)
+    old_vectors, native = images.native_vectors(old), images.native_vectors(new)
+    served = images.vectors_along(names["new/served"].gallery_releases, int8=True)
     comparable = {
         "old/old": True,
         "new/old": old_vectors.shape[1] == native.shape[1],
@@ -160,7 +160,7 @@ def compare(
         "new/new": True,
     }
     cells = {
-        name: measure_cell(cell, images, images, relevance, neighbours=SHOWN_HITS, int8=True)
+        name: measure_cell(cell, images, images, relevance, neighbour_count=SHOWN_HITS, int8=True)
         for name, cell in names.items()
         if comparable[name]
     }
@@ -179,7 +179,9 @@ def compare(
         new_vectors=native,
         uncertainty=served.uncertainty,
         curves=curves,
-        cost=UpgradeSeconds(len(pictures), images.seconds.get(route, 0.0), images.seconds[new,]),
+        measured_seconds=UpgradeSeconds(
+            len(pictures), images.embedding_seconds.get(route, 0.0), images.embedding_seconds[new,]
+        ),
     )
 
 
@@ -201,7 +203,7 @@ class ShadedCell:
 Matrix = Mapping[tuple[str, str], ShadedCell]
 
 
-def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
+def matrix_from_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
     """Return the matrix of the cells that were measured on the pictures, in percent.
 
     Args:
@@ -221,7 +223,7 @@ def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
     )
 
 
-def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> Matrix:
+def matrix_from_manifest(old: Manifest, new: Manifest, route: tuple[int, ...]) -> Matrix:
     """Return the matrix of the release's manifest, without cells that were not measured.
 
     mAP of new/served is that with int8 files where they are published, as gateways and devices run
@@ -248,7 +250,7 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
     return _shade(figures)
 
 
-def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
+def describe_manifest_matrix(new: Manifest, route: tuple[int, ...]) -> str:
     """Describe in sentences how a manifest's matrix was measured.
 
     Its numbers of searches and images are those of the first measured cell.
@@ -320,15 +322,15 @@ class Flips:
     first.
 
     Attributes:
-        improved: Positions of pictures whose first hit became right.
-        worsened: Positions of pictures whose first hit became wrong.
-        answerable: Pictures that share their class with another one.
+        improved_rows: Positions of pictures whose first hit became right.
+        worsened_rows: Positions of pictures whose first hit became wrong.
+        answerable_count: Pictures that share their class with another one.
         worsened_percent: Share of the answerable pictures, in percent.
     """
 
-    improved: list[int]
-    worsened: list[int]
-    answerable: int
+    improved_rows: list[int]
+    worsened_rows: list[int]
+    answerable_count: int
     worsened_percent: float
 
 
@@ -344,8 +346,8 @@ def find_flips(comparison: Comparison) -> Flips:
     improved = np.flatnonzero((old.cmc1 == 0) & (served.cmc1 == 1))
     worsened = np.flatnonzero((old.cmc1 == 1) & (served.cmc1 == 0))
     return Flips(
-        improved=improved[np.argsort(-change[improved], kind="stable")].tolist(),
-        worsened=worsened[np.argsort(change[worsened], kind="stable")].tolist(),
-        answerable=int((~np.isnan(old.cmc1)).sum()),
+        improved_rows=improved[np.argsort(-change[improved], kind="stable")].tolist(),
+        worsened_rows=worsened[np.argsort(change[worsened], kind="stable")].tolist(),
+        answerable_count=int((~np.isnan(old.cmc1)).sum()),
         worsened_percent=100 * negative_flips(old.cmc1, served.cmc1),
     )

@@ -29,12 +29,12 @@ from nobackfill.report.comparison import (
     QUERIES,
     Comparison,
     Matrix,
-    basis_of_evidence,
     best_route,
     compare,
+    describe_manifest_matrix,
     find_flips,
-    matrix_of_evidence,
-    matrix_of_pictures,
+    matrix_from_manifest,
+    matrix_from_pictures,
     predecessor,
     retention_percent,
 )
@@ -45,12 +45,12 @@ class RunningPages:
     """Addresses of running pages as their commands print them; empty if none run.
 
     Attributes:
-        console: Printed by `gateway serve --console`.
-        browse: Printed by `edge-client browse`.
+        console_address: Printed by `gateway serve --console`.
+        browse_address: Printed by `edge-client browse`.
     """
 
-    console: str = ""
-    browse: str = ""
+    console_address: str = ""
+    browse_address: str = ""
 
     def links(self, release: int) -> Sequence[tuple[str, str]]:
         """Return title and address of each page about a release.
@@ -62,10 +62,14 @@ class RunningPages:
             InvalidInputError: An address does not begin with http:// or https://.
         """
         pages = (
-            (self.console, f"release/{release}", f"release {release} at the gateway's console"),
-            (self.console, "playground", "old and new side by side"),
-            (self.browse, "release", "what a sync does to the device's gallery"),
-            (self.browse, "uncertain", "its least certain pictures"),
+            (
+                self.console_address,
+                f"release/{release}",
+                f"release {release} at the gateway's console",
+            ),
+            (self.console_address, "playground", "old and new side by side"),
+            (self.browse_address, "release", "what a sync does to the device's gallery"),
+            (self.browse_address, "uncertain", "its least certain pictures"),
         )
         return [(title, _base(address) + path) for address, path, title in pages if address]
 
@@ -271,12 +275,13 @@ class Tile:
     Attributes:
         picture: A data URI.
         label: The class.
-        times: Uncertainty as a multiple of the median item's, on the list of least certain items.
+        uncertainty_ratio: Uncertainty as a multiple of the median item's, on the list of least
+            certain items.
     """
 
     picture: str
     label: str
-    times: float | None = None
+    uncertainty_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,7 @@ class QueryGroup:
     """A titled group of queries."""
 
     title: str
-    text: str
+    explanation: str
     queries: list[QueryHits]
 
 
@@ -341,9 +346,9 @@ def render_page(
     route = () if best is None else best.releases
     matrix: Matrix = {}
     if comparison is not None:
-        matrix = matrix_of_pictures(comparison.cells)
+        matrix = matrix_from_pictures(comparison.cells)
     elif old is not None:
-        matrix = matrix_of_evidence(manifests[old], new, route)
+        matrix = matrix_from_manifest(manifests[old], new, route)
     return (
         template_environment(Path(__file__).parent)
         .get_template("page.html.j2")
@@ -360,9 +365,9 @@ def render_page(
             bounds=BOUND_LABELS,
             marks=CELL_LABELS,
             kept=retention_percent(matrix),
-            basis=basis or basis_of_evidence(new, route),
+            basis=basis or describe_manifest_matrix(new, route),
             downloads={} if old is None else download_sizes(manifests, old, release, route),
-            cost=comparison.cost if comparison else None,
+            cost=comparison.measured_seconds if comparison else None,
             backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
             map=gallery_map(comparison) if comparison else None,
             groups=_groups(comparison) if comparison else [],
@@ -379,22 +384,22 @@ def render_page(
 
 def _groups(comparison: Comparison) -> list[QueryGroup]:
     changed = find_flips(comparison)
-    total = f"of {changed.answerable} searches"
-    lonely = len(comparison.pictures) - changed.answerable
+    total = f"of {changed.answerable_count} searches"
+    lonely = len(comparison.pictures) - changed.answerable_count
     if lonely:
         total += f" (and {lonely} with nothing to find, alone in their class)"
     return [
         QueryGroup(
             "Searches that improved",
-            f"{len(changed.improved)} {total} now find the right class first, where the old model "
-            "did not. Green is right, dotted red wrong.",
-            [_query_hits(comparison, query) for query in changed.improved[:EXAMPLES]],
+            f"{len(changed.improved_rows)} {total} now find the right class first, where the old "
+            "model did not. Green is right, dotted red wrong.",
+            [_query_hits(comparison, query) for query in changed.improved_rows[:EXAMPLES]],
         ),
         QueryGroup(
             "Searches that worsened",
-            f"{len(changed.worsened)} {total}, {changed.worsened_percent:.1f} %, found the right "
-            "class first before and do not any more.",
-            [_query_hits(comparison, query) for query in changed.worsened[:EXAMPLES]],
+            f"{len(changed.worsened_rows)} {total}, {changed.worsened_percent:.1f} %, found the "
+            "right class first before and do not any more.",
+            [_query_hits(comparison, query) for query in changed.worsened_rows[:EXAMPLES]],
         ),
     ]
 
@@ -437,27 +442,30 @@ REPORT_SEED = 0
 
 
 def upgrade_page(
-    model_repo: Path, release: int, images: Path | None, served: RunningPages | None = None
+    model_repo: Path,
+    release: int,
+    image_folder: Path | None,
+    running_pages: RunningPages | None = None,
 ) -> str:
     """Return the page of a release from a publication folder, which is verified first.
 
-    Withdrawn releases cannot be shown. Only metadata, manifests and, with `images`, the files of
-    the releases between the two are verified. A first release has no comparison, and then `images`
-    is not read. Nothing is written but temporary folders.
+    Withdrawn releases cannot be shown. Only metadata, manifests and, with `image_folder`, the
+    files of the releases between the two are verified. A first release has no comparison, and then
+    `image_folder` is not read. Nothing is written but temporary folders.
 
     Args:
         model_repo: The publication folder.
         release: The release to show.
-        images: Class folders to measure on and to show; only read. If there are more than
+        image_folder: Class folders to measure on and to show; only read. If there are more than
             MOST_IMAGES pictures, a fixed random draw is used. None: use the manifest's figures.
-        served: Running pages to link to; None: no links.
+        running_pages: Running pages to link to; None: no links.
 
     Returns:
         HTML, in one file that refers to no other.
 
     Raises:
         NotFoundError: No such release in use, nothing is published in the folder, or no folder
-            `images`.
+            `image_folder`.
         VerificationError: A file or signature is wrong, metadata has expired, or a model cannot be
             run.
         InvalidInputError: Too few images, a file that is no image, or an invalid address of a
@@ -465,10 +473,10 @@ def upgrade_page(
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
         ValueError: No picture shares its class with another one.
-        NoEncoderError: A release embeds no images, with `images`.
-        PermissionError: This user may not list `images`.
+        NoEncoderError: A release embeds no images, with `image_folder`.
+        PermissionError: This user may not list `image_folder`.
     """
-    links = () if served is None else served.links(release)
+    links = () if running_pages is None else running_pages.links(release)
     with tempfile.TemporaryDirectory() as state:
         trusted = TrustedFolder(model_repo, Path(state))
         trusted.refresh()
@@ -481,14 +489,14 @@ def upgrade_page(
             )
         old = predecessor(manifests, release)
         comparison = basis = None
-        if images is not None and old is not None:
-            pictures, total = read_folder(images, REPORT_SEED)
+        if image_folder is not None and old is not None:
+            pictures, total = read_folder(image_folder, REPORT_SEED)
             for number in {old, *range(old + 1, release + 1)} & set(manifests):
                 trusted.verify_files(number)
             comparison = compare(model_repo, manifests, old, release, pictures)
             basis = (
-                f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "
-                "is a query, all others are the gallery. Upgraded as gateways and devices do, by "
-                "int8 transforms where they are published."
+                f"Measured on {len(pictures)} of {total} images of {image_folder.resolve().name}: "
+                "each is a query, all others are the gallery. Upgraded as gateways and devices "
+                "do, by int8 transforms where they are published."
             )
         return render_page(manifests, release, old, comparison, basis, REPORT_SEED, links)

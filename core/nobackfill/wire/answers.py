@@ -47,7 +47,7 @@ class Answer(Generic[AnyHit]):
         hits: Nearest first.
         release: The release that answered.
         space: The id of its space.
-        space_ends: When queries in this space will be refused; None while no end is announced.
+        space_end_time: When queries in this space will be refused; None while no end is announced.
         error: Why this one of several queries has no hits; empty where it has some.
         request_id: Names the answer in a feedback; empty while the gateway collects none.
     """
@@ -55,7 +55,7 @@ class Answer(Generic[AnyHit]):
     hits: Sequence[AnyHit]
     release: int
     space: str
-    space_ends: datetime | None = None
+    space_end_time: datetime | None = None
     error: str = ""
     request_id: str = ""
 
@@ -92,9 +92,9 @@ class Status:
     """The state of a gallery.
 
     Attributes:
-        items: Number of items.
+        item_count: Number of items.
         release: The release that answers.
     """
 
-    items: int
+    item_count: int
     release: int

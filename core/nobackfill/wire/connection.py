@@ -49,7 +49,7 @@ def call_until_success(
     *,
     seconds: float = 30.0,
     attempt_seconds: float = 10.0,
-    gateways: int = 1,
+    gateway_count: int = 1,
 ) -> T:
     """Call a function until it succeeds; for idempotent calls only.
 
@@ -66,7 +66,7 @@ def call_until_success(
         seconds: Longest time of all attempts together; at least one attempt is made, also with 0 or
             less.
         attempt_seconds: Longest time of one attempt, above 0.
-        gateways: How many gateways the attempts go to in turn, at least 1.
+        gateway_count: How many gateways the attempts go to in turn, at least 1.
 
     Returns:
         The result of the first attempt that succeeds.
@@ -88,7 +88,7 @@ def call_until_success(
                 raise failure from error
         time.sleep(wait)
         failures += 1
-        if failures >= gateways:
+        if failures >= gateway_count:
             pause = min(2 * pause, 2.0)
 
 
@@ -376,7 +376,7 @@ class Connection:
             self.address,
             seconds=self.seconds,
             attempt_seconds=each,
-            gateways=self.address.count(",") + 1,
+            gateway_count=self.address.count(",") + 1,
         )
 
     def _call_once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:

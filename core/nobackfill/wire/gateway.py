@@ -382,7 +382,9 @@ class UpgradeCalls(Connection):
         )
         return self._call_once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
 
-    def watch_upgrade(self, gallery: str, *, by: str = "") -> Iterator[upgrade_pb2.UpgradeProgress]:
+    def watch_upgrade(
+        self, gallery: str, *, by_key: str = ""
+    ) -> Iterator[upgrade_pb2.UpgradeProgress]:
         """Yield the progress of an upgrade now and after each chunk, until it ends.
 
         Without an upgrade, one report says that it is done. The call has no deadline; it is made
@@ -391,19 +393,19 @@ class UpgradeCalls(Connection):
 
         Args:
             gallery: Name of the gallery.
-            by: A metadata key: report the quality for each of its values, too. Empty: none. With a
-                key, each larger change is measured for seconds.
+            by_key: A metadata key: report the quality for each of its values, too. Empty: none.
+                With a key, each larger change is measured for seconds.
 
         Raises:
             NotFoundError: No such gallery, or it was deleted meanwhile; raised at `next`, like the
                 other errors.
             VerificationError: The gallery is set aside.
-            InvalidInputError: No item has the key `by`, or it has too many values.
+            InvalidInputError: No item has the key `by_key`, or it has too many values.
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
                 over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
-        request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
+        request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by_key)
         answers = self._watch(lambda: self._upgrades.WatchUpgrade(request))
         return (answer.progress for answer in answers)
 

@@ -24,7 +24,7 @@ from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
-from nobackfill.quality.cells import CellName, own_cell, upgrade_cells
+from nobackfill.quality.cells import CellName, native_cell, upgrade_cells
 from nobackfill.quality.embedded import query_vectors
 from nobackfill.quality.listing import relevance_among_others
 from nobackfill.quality.retrieval import CellFigures, measure_cell, search_and_measure
@@ -137,7 +137,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         NobackfillError: a process that reads images was killed.
     """
     images = embed_row_images(row, test)
-    old, new = images.native(OLD), images.native(NEW)
+    old, new = images.native_vectors(OLD), images.native_vectors(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.upgrade_runs else ())
     # First elements of a longer embedding (BCT section 3.6); a shorter one has no such cell.
     measured = {
@@ -145,10 +145,10 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
             measure_cell(cell, images, images, test.relevance, int8=row.uses_int8)
         )
         for cell in names.values()
-        if not cell.is_raw or new.shape[1] >= old.shape[1]
+        if not cell.searches_unmigrated or new.shape[1] >= old.shape[1]
     }
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
-    served = images.vectors_along(names["new/served"].gallery, int8=row.uses_int8)
+    served = images.vectors_along(names["new/served"].gallery_releases, int8=row.uses_int8)
     if row.upgrade_runs:
         figures = search_and_measure(
             served.embedding, served.embedding, test.relevance, test.metric
@@ -223,9 +223,14 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     images = embed_row_images(row, held_out)
     migrated, native = (
         measure_cell(
-            cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.uses_int8
+            cell,
+            images,
+            images,
+            held_out.relevance,
+            neighbour_count=PAIRS_A_QUERY,
+            int8=row.uses_int8,
         )
-        for cell in (served, own_cell(NEW))
+        for cell in (served, native_cell(NEW))
     )
     return fit_distance_line(migrated, native, held_out.relevance)
 

@@ -137,10 +137,10 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
             queries = gallery = vectors(protocol.queries)
             if protocol.gallery is not protocol.queries:
                 gallery = vectors(protocol.gallery)
-        old, new = gallery.native(OLD), gallery.native(NEW)
+        old, new = gallery.native_vectors(OLD), gallery.native_vectors(NEW)
         for cell, ends in upgrade_cells(OLD, NEW, (OLD, NEW) if row.upgrade_runs else ()).items():
             # First elements of a longer embedding (BCT section 3.6).
-            if ends.is_raw and new.shape[1] < old.shape[1]:
+            if ends.searches_unmigrated and new.shape[1] < old.shape[1]:
                 continue
             figures = protocol.measure(
                 *cell_vectors(ends, queries, gallery, int8=row.uses_int8), metric

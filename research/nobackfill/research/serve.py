@@ -99,7 +99,7 @@ class TrainedImages(EmbeddedListing):
         self._row, self._metric, self._vectors, self._side = row, metric, vectors, side
         self._served: dict[bool, Upgraded] = {}
 
-    def native(self, release: int) -> Vectors:
+    def native_vectors(self, release: int) -> Vectors:
         """Return the vectors float32 [n,dim] of OLD or NEW.
 
         Args:
@@ -132,10 +132,10 @@ class TrainedImages(EmbeddedListing):
             AssertionError: with int8, an upgrade reads side-information and there is none.
         """
         if len(releases) == 1:
-            return Upgraded(self.native(releases[0]), None, None)
+            return Upgraded(self.native_vectors(releases[0]), None, None)
         if int8 not in self._served:
             self._served[int8] = migrate_along_row(
-                self._row, self.native(OLD), self._side, int8=int8
+                self._row, self.native_vectors(OLD), self._side, int8=int8
             )
         return self._served[int8]
 

@@ -308,7 +308,7 @@ def make_claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOut
                 else (one.difference.low, one.difference.high)
             ),
             verdict=one.verdict,
-            classes=one.difference.classes,
+            classes=one.difference.class_count,
         )
         for figure, one in judged.items()
     }

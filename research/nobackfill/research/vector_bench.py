@@ -511,7 +511,7 @@ def _differences(
             mean=difference.mean,
             low=difference.low,
             high=difference.high,
-            classes=None if difference.is_limited_to_classes else difference.classes,
+            classes=None if difference.is_limited_to_classes else difference.class_count,
         )
     return differences
 

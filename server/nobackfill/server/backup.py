@@ -36,11 +36,11 @@ from nobackfill.errors import (
 from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
     FileAccess,
-    all_vectors,
     count_rows,
     explain_unwritable,
     free_bytes,
     open_connection,
+    read_all_vectors,
     read_format,
     read_only_access,
     read_spaces,
@@ -556,12 +556,12 @@ def _check_gallery(path: Path) -> int | None:
         for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:
-                check_vectors(all_vectors(connection, info)[1], info.spec.dim, error_name=what)
+                check_vectors(read_all_vectors(connection, info)[1], info.spec.dim, error_name=what)
             except UnusableRowsError as error:
                 raise VerificationError(
-                    f"{path}: this gallery file is damaged: {len(error.rows)} vectors of release "
-                    f"{info.spec.release} are too large or not finite; use or restore another "
-                    "backup"
+                    f"{path}: this gallery file is damaged: {len(error.unusable_rows)} vectors of "
+                    f"release {info.spec.release} are too large or not finite; use or restore "
+                    "another backup"
                 ) from error
         return count_rows(connection, None)
 

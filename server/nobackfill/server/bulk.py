@@ -418,8 +418,12 @@ class _OpenBatch:
                 sides = self._embedding.compute_side(manifest, pixels)
                 break
             except UnusableOutputError as error:
-                refusals |= {pictures[row][0]: str(no_vector_error(manifest)) for row in error.rows}
-                pictures = [picture for n, picture in enumerate(pictures) if n not in error.rows]
+                refusals |= {
+                    pictures[row][0]: str(no_vector_error(manifest)) for row in error.unusable_rows
+                }
+                pictures = [
+                    picture for n, picture in enumerate(pictures) if n not in error.unusable_rows
+                ]
         items = []
         for row, (name, _) in enumerate(pictures):
             vectors = _vectors_message(manifest, embeddings[row])

@@ -169,8 +169,10 @@ class _Files:
         ]
         self._file.write_batch(pa.record_batch(columns, schema=self._vectors))
         if self._side_file is not None:
-            with_side = [(row, item) for row, item in selected if vectors.sides[row] is not None]
-            data = b"".join(vectors.sides[row] or b"" for row, _ in with_side)
+            with_side = [
+                (row, item) for row, item in selected if vectors.side_blobs[row] is not None
+            ]
+            data = b"".join(vectors.side_blobs[row] or b"" for row, _ in with_side)
             sides = np.frombuffer(data, "<f4").reshape(-1, self._spec.side_dim)
             columns = [pa.array([entry.id for _, entry in with_side], pa.string()), _lists(sides)]
             self._side_file.write_batch(pa.record_batch(columns, schema=self._sides))

@@ -69,7 +69,7 @@ def space_specs(source: GalleryStore) -> list[SpaceSpec]:
     then the active one. Spaces of an unfinished upgrade are left out.
     """
     infos = [info for info in source.spaces() if info.state != "staging"]
-    return [info.spec for info in sorted(infos, key=lambda info: info.activated)]
+    return [info.spec for info in sorted(infos, key=lambda info: info.activation_rank)]
 
 
 def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferReport:
@@ -160,12 +160,13 @@ def _copy_page(source: GalleryStore, target: GalleryStore, items: Sequence[Store
         labels = np.array([of_target[label] for label in rows.labels.tolist()], np.int64)
         target_rows = target.stored_vectors(labels, space)
         rows_by_label = {
-            label: target_rows.row(row) for row, label in enumerate(target_rows.labels.tolist())
+            label: target_rows.row_values(row)
+            for row, label in enumerate(target_rows.labels.tolist())
         }
         differ = [
             row
             for row, label in enumerate(labels.tolist())
-            if rows_by_label.get(label) != rows.row(row)
+            if rows_by_label.get(label) != rows.row_values(row)
         ]
         written.update(names[label] for label in rows.labels[differ].tolist())
         _write_differing(target, space, labels, rows, np.array(differ, np.intp), info.spec.side_dim)
@@ -180,8 +181,8 @@ def _write_differing(
     target: GalleryStore, space: str, labels: Labels, rows: StoredVectors,
     differ: np.ndarray[tuple[int], np.dtype[np.intp]], side_dim: int,
 ) -> None:  # fmt: skip
-    for group in rows.groups(differ):
-        sides = b"".join(rows.sides[row] or b"" for row in group.tolist())
+    for group in rows.writable_groups(differ):
+        sides = b"".join(rows.side_blobs[row] or b"" for row in group.tolist())
         uncertainties = [rows.uncertainties[row] for row in group.tolist()]
         target.write_vectors(
             space, labels[group], rows.embedding[group],
@@ -207,9 +208,9 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     source_labels = {item.label: names[item.id] for item in _items_by_id(target, [*names])}
     first = source.stored_vectors(labels, space)
     second = target.stored_vectors(np.array([*source_labels], np.int64), space)
-    rows = {label: first.row(row) for row, label in enumerate(first.labels.tolist())}
+    rows = {label: first.row_values(row) for row, label in enumerate(first.labels.tolist())}
     equal = sum(
-        rows.get(source_labels[label]) == second.row(row)
+        rows.get(source_labels[label]) == second.row_values(row)
         for row, label in enumerate(second.labels.tolist())
     )
     return len(rows) - equal

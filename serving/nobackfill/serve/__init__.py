@@ -8,7 +8,7 @@ model to the space of the old vectors.
 >>> from nobackfill.serve import NativeVectorFile
 >>> natives = NativeVectorFile(folder / "natives.db", "the new model's fingerprint", 2)
 >>> natives.store_vectors(["a"], [b"digest of a's old vector"], np.eye(2, dtype=np.float32)[:1])
->>> natives.nearest(np.ones((1, 2), np.float32), 5)
+>>> natives.nearest_ids(np.ones((1, 2), np.float32), 5)
 ['a']
 >>> natives.close()
 """

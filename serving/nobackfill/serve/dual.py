@@ -74,16 +74,16 @@ class ReembeddingProgress:
     """The progress of re-embedding over all processes, and the cost of this process.
 
     Attributes:
-        gallery_items: items of the store.
-        native_items: items with a native vector.
-        claimed_today: items claimed today (UTC).
+        gallery_item_count: items of the store.
+        native_item_count: items with a native vector.
+        claimed_today_count: items claimed today (UTC).
         daily_limit: the daily limit; None without re-embedding.
         cost: totals of this process.
     """
 
-    gallery_items: int
-    native_items: int
-    claimed_today: int
+    gallery_item_count: int
+    native_item_count: int
+    claimed_today_count: int
     daily_limit: int | None
     cost: EmbeddingCost
 
@@ -264,13 +264,15 @@ class Dual:
             # The product of a query and a migrated vector is that of the query mapped back and the
             # old vector. The norm of the migrated vector is lost.
             searches.append(partial(self._source.nearest, by_new[0] @ self._mapping.weight))
-        nearest_native = self._natives.nearest(by_new, CANDIDATES_PER_SEARCH, self._joining.metric)
+        nearest_native = self._natives.nearest_ids(
+            by_new, CANDIDATES_PER_SEARCH, self._joining.metric
+        )
         rows = self._source.lookup(
             collect_candidates(*searches, lambda count: nearest_native[:count])
         )
         existing = set(rows.ids)
         # Native vectors of deleted items are removed.
-        self._natives.forget([name for name in nearest_native if name not in existing])
+        self._natives.delete_vectors([name for name in nearest_native if name not in existing])
         return rows
 
     def _rank(self, rows: Rows, by_old: Vectors, by_new: Vectors) -> tuple[Rows, Block, set[str]]:
@@ -336,7 +338,7 @@ class Dual:
             ids = queue[first : first + _BATCH]
             rows = self._source.lookup(ids)
             existing = set(rows.ids)
-            self._natives.forget([name for name in ids if name not in existing])
+            self._natives.delete_vectors([name for name in ids if name not in existing])
             if len(rows):
                 yield rows
         earlier = set(queue)
@@ -356,7 +358,7 @@ class Dual:
             BusyError, CannotWriteError, DamagedError: nothing was deleted. BusyError comes after 30
                 seconds in which another process writes the file.
         """
-        self._natives.forget(ids)
+        self._natives.delete_vectors(ids)
 
     def purge(self) -> int:
         """Delete all native vectors whose items the store has deleted or changed.
@@ -372,7 +374,7 @@ class Dual:
             BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
         """
         removed, last_id = 0, ""
-        while page := self._natives.page_of_ids(last_id, _WINDOW):
+        while page := self._natives.list_ids(last_id, _WINDOW):
             current = item_versions(self._source.lookup([name for name, _ in page]))
             outdated = dict(one for one in page if one not in current)
             self._natives.delete_outdated(outdated)

@@ -106,7 +106,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
             self._natives.store_vectors(ids, digests, np.stack(list(vectors.values())))
             current = item_versions(self._source.lookup(ids))
             self._natives.delete_outdated(dict(one for one in vectors if one not in current))
-        self._natives.forget([name for name, _ in missing])
+        self._natives.delete_vectors([name for name, _ in missing])
         return vectors
 
     def _embed(self, contents: Mapping[ItemVersion, str | bytes]) -> dict[ItemVersion, Vectors]:

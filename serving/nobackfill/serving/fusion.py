@@ -201,7 +201,7 @@ def standardised_nearness(
     queries: Vectors,
     vectors: Vectors,
     anchors: Vectors,
-    less: tuple[Block, Block] | None = None,
+    offsets: tuple[Block, Block] | None = None,
     metric: Metric = "cosine",
 ) -> Block:
     """Return by how many standard deviations vectors are nearer to queries than anchors are.
@@ -210,7 +210,7 @@ def standardised_nearness(
         queries: float32 [q, d], of any norm.
         vectors: float32 [n, d], of any norm.
         anchors: float32 [m, d], m at least 1; of norm 1 if `metric` is cosine.
-        less: values to subtract from the cosines of vectors [n] and of anchors [m]; None: none.
+        offsets: values to subtract from the cosines of vectors [n] and of anchors [m]; None: none.
         metric: the metric of the store: cosine, l2 or inner_product.
 
     Returns:
@@ -227,8 +227,8 @@ def standardised_nearness(
     else:
         sides = [distances(queries, side, metric) for side in (vectors, anchors)]
         block = -np.concatenate(sides, axis=1).astype(np.float32)
-    if less is not None:
-        block -= np.concatenate(less)
+    if offsets is not None:
+        block -= np.concatenate(offsets)
     columns = np.arange(len(vectors), block.shape[1])
     standard: Block = standardise_distances(-block, columns)[:, : len(vectors)]
     return standard

@@ -131,7 +131,7 @@ CREATE TABLE IF NOT EXISTS native (
             self._catch_up()
             return {name: self._rows_by_id[name][1] for name in ids if name in self._rows_by_id}
 
-    def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
+    def nearest_ids(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
         """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
 
         Args:
@@ -165,7 +165,7 @@ CREATE TABLE IF NOT EXISTS native (
             return listing[:count]
 
     def store_vectors(
-        self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors
+        self, ids: Sequence[str], old_digests: Sequence[bytes], vectors: Vectors
     ) -> None:
         """Store native vectors durably, and settle the claims and requests of their items.
 
@@ -173,7 +173,7 @@ CREATE TABLE IF NOT EXISTS native (
 
         Args:
             ids: n ids; existing vectors are replaced. If an id occurs twice, its last vector stays.
-            old_digest: the n digests of the old vectors, as `digest_old_vector` returns them.
+            old_digests: the n digests of the old vectors, as `digest_old_vector` returns them.
             vectors: float32 [n, dim]; n may be 0.
 
         Raises:
@@ -184,14 +184,14 @@ CREATE TABLE IF NOT EXISTS native (
         """
         checked = check_vectors(vectors, self._dim, error_name="new vectors")
         blobs = (vector.astype("<f4").tobytes() for vector in checked)
-        rows = list(zip(ids, old_digest, blobs, strict=True))
+        rows = list(zip(ids, old_digests, blobs, strict=True))
         with self._transaction() as connection:
             connection.executemany(
                 "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
             )
             self._settle(connection, [row[:2] for row in rows])
 
-    def forget(self, ids: Sequence[str]) -> None:
+    def delete_vectors(self, ids: Sequence[str]) -> None:
         """Delete the vectors and requests of items, by id; unknown ids are ignored.
 
         It waits up to 30 s for another process that writes, then raises BusyError. After `close` it
@@ -213,27 +213,27 @@ CREATE TABLE IF NOT EXISTS native (
             for name in ids:
                 self._drop(name)
 
-    def delete_outdated(self, old_digest: Mapping[str, bytes]) -> None:
+    def delete_outdated(self, old_digests: Mapping[str, bytes]) -> None:
         """Delete the native vectors of items that have changed.
 
         It waits up to 30 s for another process that writes, then raises BusyError.
 
         Args:
-            old_digest: by id, the digest of the old vector that the native vector to delete belongs
-                to. A vector with another digest stays, because it belongs to newer content. Unknown
-                ids are ignored; without any, the file is not opened.
+            old_digests: by id, the digest of the old vector that the native vector to delete
+                belongs to. A vector with another digest stays, because it belongs to newer
+                content. Unknown ids are ignored; without any, the file is not opened.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was deleted.
         """
-        if not old_digest:
+        if not old_digests:
             return
         with self._lock:
             with self._transaction() as connection:
                 connection.executemany(
-                    "DELETE FROM native WHERE id = ? AND seen = ?", old_digest.items()
+                    "DELETE FROM native WHERE id = ? AND seen = ?", old_digests.items()
                 )
-            for name, digest_ in old_digest.items():
+            for name, digest_ in old_digests.items():
                 if name in self._rows_by_id and self._rows_by_id[name][1].old_digest == digest_:
                     self._drop(name)
 
@@ -249,7 +249,7 @@ CREATE TABLE IF NOT EXISTS native (
         """
         return self.requested_keys(count, "id NOT IN (SELECT id FROM native)")
 
-    def page_of_ids(self, last_id: str, count: int) -> list[ItemVersion]:
+    def list_ids(self, last_id: str, count: int) -> list[ItemVersion]:
         """Return a page of ids with native vectors, each with its digest, ordered by id.
 
         Args:

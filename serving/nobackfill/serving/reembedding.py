@@ -37,20 +37,24 @@ class _Pause:
 class Backoff(Generic[Key]):
     """Exponential back-off of items that failed; in memory only, and threads may share it.
 
-    An item that fails waits `first` seconds, then twice as long each time, at most `longest`. An
-    item that its source lacks waits a day. An item without failures for as long as its last
-    back-off starts again at `first`. At most 100,000 items are remembered, those that wait longest.
+    An item that fails waits `first_seconds`, then twice as long each time, at most
+    `longest_seconds`. An item that its source lacks waits a day. An item without failures for as
+    long as its last back-off starts again at `first_seconds`. At most 100,000 items are
+    remembered, those that wait longest.
 
     Args:
-        first: the first back-off, in seconds.
-        longest: the longest back-off, in seconds.
+        first_seconds: the first back-off, in seconds.
+        longest_seconds: the longest back-off, in seconds.
         clock: returns the time in seconds; it never goes back.
     """
 
     def __init__(
-        self, first: float, longest: float, clock: Callable[[], float] = time.monotonic
+        self,
+        first_seconds: float,
+        longest_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._first, self._longest, self._clock = first, longest, clock
+        self._first, self._longest, self._clock = first_seconds, longest_seconds, clock
         self._lock = threading.Lock()
         self._pauses: dict[Key, _Pause] = {}
 
@@ -70,7 +74,7 @@ class Backoff(Generic[Key]):
 
         Args:
             keys: the items, perhaps none; unknown ones begin with the first back-off. After a
-                back-off of a day they wait `longest`. A repeated one doubles again.
+                back-off of a day they wait `longest_seconds`. A repeated one doubles again.
         """
         moment = self._clock()
         with self._lock:
@@ -96,7 +100,7 @@ class Backoff(Generic[Key]):
             self._forget(moment)
 
     def _forget(self, moment: float) -> None:
-        """Drop entries beyond the limit; first those that would start again at `first`."""
+        """Drop entries beyond the limit; first those that would start again at `first_seconds`."""
         if len(self._pauses) <= _MOST:
             return
         remembered = {
@@ -139,15 +143,15 @@ class EmbeddingCost:
     """Totals of re-embedding in this process.
 
     Attributes:
-        embedded_items: items that were embedded and stored.
-        failed_items: items that failed or that their source lacks.
+        embedded_count: items that were embedded and stored.
+        failed_count: items that failed or that their source lacks.
         seconds: time of all threads together.
         bytes_read: bytes read from the source.
         last_failure: class and message of the last error; empty if there was none.
     """
 
-    embedded_items: int = 0
-    failed_items: int = 0
+    embedded_count: int = 0
+    failed_count: int = 0
     seconds: float = 0.0
     bytes_read: int = 0
     last_failure: str = ""
@@ -422,8 +426,8 @@ class Reembedding(ABC, Generic[Key]):
         finally:
             failures = [key for key in names if key not in finished and key not in read.unread]
             with self._lock:
-                self.cost.embedded_items += len(finished)
-                self.cost.failed_items += len(failures)
+                self.cost.embedded_count += len(finished)
+                self.cost.failed_count += len(failures)
                 self.cost.seconds += time.perf_counter() - start
             if self.backoff is not None:
                 self.backoff.back_off([key for key in failures if key not in read.missing])

@@ -64,13 +64,13 @@ class FolderItems:
 
     Args:
         folder: the folder.
-        pattern: the path of a file in the folder, such as {id}.jpg. By default an id is the path,
-            as `nobackfill embed` names files.
+        path_pattern: the path of a file in the folder, such as {id}.jpg. By default an id is the
+            path, as `nobackfill embed` names files.
         kind: image or text.
     """
 
-    def __init__(self, folder: Path, pattern: str = "{id}", kind: InputKind = "image") -> None:
-        self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
+    def __init__(self, folder: Path, path_pattern: str = "{id}", kind: InputKind = "image") -> None:
+        self._folder, self._pattern, self.kind = folder.resolve(), path_pattern, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Read an item's file.
@@ -161,10 +161,10 @@ class UrlItems:
     The statuses 404 and 410 mean that there is no such item.
 
     Args:
-        template: an address such as https://images.example/{id}.jpg; http only on this machine.
-        hosts: the hosts that may be requested.
+        url_template: an address such as https://images.example/{id}.jpg; http only on this machine.
+        allowed_hosts: the hosts that may be requested.
         kind: image or text in UTF-8.
-        timeout: the longest duration of one request, in seconds.
+        timeout_seconds: the longest duration of one request, in seconds.
 
     Raises:
         ConfigurationError: the template has another scheme or host, or no {id} in its path.
@@ -172,31 +172,31 @@ class UrlItems:
 
     def __init__(
         self,
-        template: str,
-        hosts: Collection[str],
+        url_template: str,
+        allowed_hosts: Collection[str],
         kind: InputKind = "image",
-        timeout: float = 10.0,
+        timeout_seconds: float = 10.0,
     ) -> None:
-        self._template, self.kind = template, kind
+        self._template, self.kind = url_template, kind
         try:
-            parsed = urllib3.util.parse_url(template)
+            parsed = urllib3.util.parse_url(url_template)
         except urllib3.exceptions.LocationParseError:
             parsed = urllib3.util.Url()
         local = is_loopback(parsed.host or "")
-        path = template.partition("://")[2].partition("/")[2]
+        path = url_template.partition("://")[2].partition("/")[2]
         if parsed.scheme != "https" and not (local and parsed.scheme == "http"):
             raise ConfigurationError(
                 "address of items: expected https://HOST/…{id}…, or http:// on this machine, got "
-                f"{template!r}; correct the address"
+                f"{url_template!r}; correct the address"
             )
-        if parsed.host not in hosts or "{id}" not in path:
+        if parsed.host not in allowed_hosts or "{id}" not in path:
             raise ConfigurationError(
                 "address of items: expected one of the allowed hosts "
-                f"({join_few(sorted(hosts)) or 'none'}) and {{id}} in the path, got {template!r}; "
-                "correct the address, or allow its host"
+                f"({join_few(sorted(allowed_hosts)) or 'none'}) and {{id}} in the path, got "
+                f"{url_template!r}; correct the address, or allow its host"
             )
-        self._timeout = timeout
-        self._http = make_http_pool(retries=False, timeout=timeout, maxsize=16)
+        self._timeout = timeout_seconds
+        self._http = make_http_pool(retries=False, timeout=timeout_seconds, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Request an item from its host, and stop after `most_bytes`.
@@ -213,8 +213,8 @@ class UrlItems:
         Raises:
             TooLargeError: the answer is larger than `most_bytes`.
             InvalidInputError: the id is "." or "..", or no valid Unicode, or a text is not UTF-8.
-            UnavailableError: the host does not answer within `timeout` seconds, sends too slowly,
-                or answers with another status, a redirect included.
+            UnavailableError: the host does not answer within `timeout_seconds`, sends too
+                slowly, or answers with another status, a redirect included.
         """
         if name in (".", ".."):
             raise InvalidInputError(

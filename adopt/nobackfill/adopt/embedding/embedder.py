@@ -132,7 +132,7 @@ def _open_folder(folder: Path, *, queries: bool) -> Embedder:
     model = TextFolder(folder)
     if (graph := model.shipped_onnx_file) is not None:
         return OnnxModel(graph, queries=queries)
-    files = model.files
+    files = model.files_by_role
     role: TextRole = "query" if queries else "document"
     if model.is_static(role):
         return StaticModel(files, queries=queries)

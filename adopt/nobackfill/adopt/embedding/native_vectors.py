@@ -410,7 +410,7 @@ class NativeVectorComputer:
         if self._natives is None:
             return []
         if self._after is not None:
-            ids = [name for name, _ in self._natives.page_of_ids(self._after, WINDOW_ROWS)]
+            ids = [name for name, _ in self._natives.list_ids(self._after, WINDOW_ROWS)]
             self._after = ids[-1] if ids else None
             if ids:
                 return ids

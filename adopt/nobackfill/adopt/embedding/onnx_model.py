@@ -21,14 +21,14 @@ from nobackfill.release.manifest import TEXT_ROLES
 from nobackfill.release.publishing.declaration import (
     Declaration,
     describe_assumptions,
+    find_tokenizer_file,
     fingerprint_model,
-    read_declaration,
-    read_pixels,
-    tokenizer_bytes,
-    tokenizer_file,
-    weight_files,
+    list_weight_files,
+    read_image_declaration,
+    read_text_declaration,
+    read_tokenizer,
 )
-from nobackfill.release.publishing.sentence_head import pool
+from nobackfill.release.publishing.sentence_head import pool_tokens
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 from nobackfill.text import BatchTokenizer
 from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
@@ -195,7 +195,7 @@ class OnnxModel:
 
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file; expected the ONNX file of a model")
-        self._path, weights = path, weight_files(path)
+        self._path, weights = path, list_weight_files(path)
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), providers=["CPUExecutionProvider"]
@@ -218,7 +218,7 @@ class OnnxModel:
         else:
             files = files or self._text_files(weights, pixels or {})
             own = files["query" if queries else "document"]
-            self._declared = own.settings
+            self._declared = own.declaration
             self._tokenizer = self._tokenizing(own.tokenizer)
             self.fingerprint, self.text_role = fingerprint_and_role(files, queries=queries)
         self._layers = [layer.open() for layer in self._declared.layers]
@@ -319,9 +319,9 @@ class OnnxModel:
                 f"out {', '.join(f'--{one}' for one in pixels)}"
             )
         outputs = [one.name for one in self._session.get_outputs()]
-        declared = {role: read_declaration(self._path, outputs, role) for role in TEXT_ROLES}
+        declared = {role: read_text_declaration(self._path, outputs, role) for role in TEXT_ROLES}
         return {
-            role: TextFiles(tuple(weights), one, tokenizer_file(self._path, one))
+            role: TextFiles(tuple(weights), one, find_tokenizer_file(self._path, one))
             for role, one in declared.items()
         }
 
@@ -331,7 +331,7 @@ class OnnxModel:
         Raises:
             InvalidInputError: The declaration is malformed or does not fit the graph.
         """
-        declared, declaring_file = read_pixels(self._path)
+        declared, declaring_file = read_image_declaration(self._path)
         try:
             declared = Declaration.model_validate(dict(declared) | dict(pixels))
         except ValidationError as error:
@@ -341,7 +341,7 @@ class OnnxModel:
 
     def _tokenizing(self, file: Path) -> BatchTokenizer:
         length = min(self._declared.max_length, self._tokens or self._declared.max_length)
-        return BatchTokenizer(tokenizer_bytes(file, self._declared), length, str(file))
+        return BatchTokenizer(read_tokenizer(file, self._declared), length, str(file))
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
@@ -376,7 +376,7 @@ class OnnxModel:
                 f'{list(output.shape)}; declare the name of another output as "output" in '
                 f"{self._path.with_suffix('.json').name}"
             )
-        return pool(output, mask, modes)
+        return pool_tokens(output, mask, modes)
 
 
 def _fixed(inputs: Mapping[str, Any], axis: int) -> int | None:

@@ -15,7 +15,7 @@ from nobackfill.errors import InvalidInputError, UnusableItemsError, UnusableRow
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
 from nobackfill.release.publishing.sentence_modules import parse_model_file
-from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_table
+from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_embedding_table
 from nobackfill.text import BagTokenizer
 from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
 
@@ -55,9 +55,9 @@ class StaticModel:
         self, files: RoleFiles, *, queries: bool, model2vec: Model2vecConfig | None = None
     ) -> None:
         own = files["query" if queries else "document"]
-        self._declared = own.settings
+        self._declared = own.declaration
         self._table_file = own.weights[0]
-        self._table = read_table(self._table_file)
+        self._table = read_embedding_table(self._table_file)
         data = read_weights(own.tokenizer)
         self._tokenizer = BagTokenizer(data, str(own.tokenizer))
         self._unknown: int | None = None

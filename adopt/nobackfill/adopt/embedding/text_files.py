@@ -25,7 +25,7 @@ def fingerprint_and_role(files: RoleFiles, *, queries: bool) -> tuple[str, str]:
     fingerprint = _fingerprint(documents)
     if documents != asked:
         role = f"{QUERIES} by {_fingerprint(asked)}" if queries else DOCUMENTS
-    elif documents.settings.prefix_of_queries != documents.settings.prefix:
+    elif documents.declaration.prefix_of_queries != documents.declaration.prefix:
         role = QUERIES if queries else DOCUMENTS
     else:
         role = ""
@@ -33,4 +33,4 @@ def fingerprint_and_role(files: RoleFiles, *, queries: bool) -> tuple[str, str]:
 
 
 def _fingerprint(files: TextFiles) -> str:
-    return fingerprint_model(files.weights, files.settings, files.tokenizer)
+    return fingerprint_model(files.weights, files.declaration, files.tokenizer)

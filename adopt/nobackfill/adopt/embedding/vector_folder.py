@@ -126,7 +126,7 @@ def _line_texts(
     path: Path, key: str, column: str, refusals: dict[str, str] | None
 ) -> list[tuple[str, str]]:
     """Read ids and texts of a JSONL file; with `refusals`, without the lines that have no use."""
-    lines = read_text_lines(path, refusals, key=key, column=column)
+    lines = read_text_lines(path, refusals, id_key=key, text_key=column)
     if refusals is None:
         return [(one.id, one.text) for one in lines]
     texts: dict[str, str] = {}

@@ -156,18 +156,18 @@ def add(arguments: Namespace) -> None:
             f"{join_few(report.system_files)}: skipped, because hidden or part of a system, "
             "program or gallery"
         )
-    if notes and report.duplicates:
+    if notes and report.duplicate_count:
         output.print_note(
-            f"{report.duplicates} images were in the gallery already and keep their metadata; "
+            f"{report.duplicate_count} images were in the gallery already and keep their metadata; "
             "change it with `edge-client set`"
         )
     answer = {
-        "added": report.added_names, "held": report.duplicates, "refused": report.refusals,
+        "added": report.added_names, "held": report.duplicate_count, "refused": report.refusals,
         "items": total, "skipped": report.system_files,
     }  # fmt: skip
     output.print_result(
         answer,
-        f"{len(report.added_names)} added, {report.duplicates} already there, "
+        f"{len(report.added_names)} added, {report.duplicate_count} already there, "
         f"{len(report.refusals)} refused; "
         f"{total} items",
     )
@@ -221,9 +221,9 @@ def search(arguments: Namespace) -> None:
         else:
             answers = view.by_images(images, arguments.k)
         if arguments.sheet is not None:
-            from nobackfill.client.pictures import write_sheet
+            from nobackfill.client.pictures import write_contact_sheet
 
-            write_sheet(device, answers, arguments.sheet)
+            write_contact_sheet(device, answers, arguments.sheet)
     one = answers[0].as_json() if len(answers) == 1 else None
     Output(arguments.json).print_result(
         one or {"answers": [answer.as_json() for answer in answers]},
@@ -319,10 +319,10 @@ def set_metadata(arguments: Namespace) -> None:
         CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
-    from nobackfill.client.maintenance import describe
+    from nobackfill.client.maintenance import change_metadata
 
     with Device(arguments.gallery) as device:
-        changed = describe(device, arguments.items, dict(arguments.note))
+        changed = change_metadata(device, arguments.items, dict(arguments.note))
     Output(arguments.json).print_result({"changed": changed}, f"{changed} items changed")
 
 
@@ -344,11 +344,11 @@ def gc(arguments: Namespace) -> None:
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import create_reserve, free_reserve
-    from nobackfill.client.maintenance import collect
+    from nobackfill.client.maintenance import collect_garbage
 
     free_reserve(arguments.gallery)
     with Device(arguments.gallery) as device:
-        report = collect(device)
+        report = collect_garbage(device)
     create_reserve(arguments.gallery)
     Output(arguments.json).print_result(report, f"{format_bytes(report['freed_bytes'])} freed")
 

@@ -169,8 +169,8 @@ def push(arguments: Namespace) -> None:
         )
     output.print_result(
         report.as_json(),
-        f"{report.pushed} images pushed ({format_bytes(report.bytes_sent)}), "
-        f"{report.duplicates} already in the vault, {report.removed} removed there, "
+        f"{report.pushed_count} images pushed ({format_bytes(report.bytes_sent)}), "
+        f"{report.duplicate_count} already in the vault, {report.removed_count} removed there, "
         f"{len(report.missing_files)} skipped",
     )
 
@@ -205,10 +205,10 @@ def pull(arguments: Namespace) -> None:
     output.print_reasons(report.failed)
     output.print_result(
         report.as_json(),
-        f"{len(report.restored)} images restored, {report.duplicates} already in "
+        f"{len(report.restored)} images restored, {report.duplicate_count} already in "
         f"{arguments.to}, {len(report.failed)} failed",
     )
-    if not (report.restored or report.duplicates or report.failed or arguments.unknown):
+    if not (report.restored or report.duplicate_count or report.failed or arguments.unknown):
         output.print_note(
             "this gallery has pushed no image; --unknown restores images of other galleries"
         )

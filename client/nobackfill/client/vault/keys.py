@@ -15,7 +15,7 @@ import pyrage
 from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, sidecar
+from nobackfill.client.gallery_file import GalleryFile, sidecar_path
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import (
     ConfigurationError,
@@ -148,7 +148,7 @@ def own_identity(device: GalleryFile) -> Identity:
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
-    path = sidecar(device.path, "identity")
+    path = sidecar_path(device.path, "identity")
     public = device.state("identity")
     if not path.exists():
         raise ConfigurationError(
@@ -167,7 +167,7 @@ def own_identity(device: GalleryFile) -> Identity:
     return identity
 
 
-def key_problem(device: GalleryFile) -> str | None:
+def explain_key_problem(device: GalleryFile) -> str | None:
     """Explain why the gallery's own key does not decrypt what it pushed.
 
     Returns:
@@ -212,7 +212,7 @@ def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> 
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
-    path = sidecar(device.path, "identity")
+    path = sidecar_path(device.path, "identity")
     first = device.state("identity") is None and not queue.entries()
     identity = new_identity(path) if first or new_key else own_identity(device)
     public = str(identity.to_public())

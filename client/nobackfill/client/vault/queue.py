@@ -46,31 +46,33 @@ class VaultEntry:
     """One image in the vault.
 
     Attributes:
-        blob: random id of its ciphertext, 64 hex digits.
-        item: id of the item.
+        blob_id: random id of its ciphertext, 64 hex digits.
+        item_id: id of the item.
         image_sha256: digest of the image, 64 hex digits.
         blob_sha256: digest of the ciphertext, 64 hex digits.
-        size: bytes of the ciphertext.
+        blob_bytes: bytes of the ciphertext.
         suffix: suffix of the file's name, such as ".jpg"; a restored file gets it.
         state: sealed, stored or removing.
-        key: the device's public key that sealed it; None in rows of versions without this column.
+        public_key: the device's public key that sealed it; None in rows of versions without this
+            column.
     """
 
-    blob: str
-    item: str
+    blob_id: str
+    item_id: str
     image_sha256: str
     blob_sha256: str
-    size: int
+    blob_bytes: int
     suffix: str
     state: State
-    key: str | None
+    public_key: str | None
 
 
 class VaultQueue:
     """Access to the table `vault` of a gallery file; the first sealed image creates the table.
 
     Methods may raise VerificationError (a damaged gallery file) and BusyError; methods that write
-    also raise CannotWriteError. `mark`, `settle` and `forget` expect that the table exists.
+    also raise CannotWriteError. `set_state`, `mark_stored` and `delete_entry` expect that the
+    table exists.
     """
 
     def __init__(self, store: Store) -> None:
@@ -108,7 +110,7 @@ class VaultQueue:
             )
         return entries
 
-    def obsolete(self) -> list[VaultEntry]:
+    def obsolete_entries(self) -> list[VaultEntry]:
         """Return the rows whose blobs are to delete in the vault: removing, or without an item.
 
         Returns:
@@ -122,7 +124,7 @@ class VaultQueue:
         """
         with self._store.read_snapshot() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
-        return [e for e in self.entries() if e.state == "removing" or e.item not in items]
+        return [e for e in self.entries() if e.state == "removing" or e.item_id not in items]
 
     def latest_entry(self, item: str) -> VaultEntry | None:
         """Return the latest row of an item that is not being removed; None if there is none.
@@ -139,7 +141,7 @@ class VaultQueue:
         rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
         return rows[-1] if rows else None
 
-    def seal(self, entry: VaultEntry) -> None:
+    def insert_sealed(self, entry: VaultEntry) -> None:
         """Insert the row of a blob; call this before any byte of it is sent.
 
         Creates the table, or adds the columns that an older version lacks.
@@ -158,12 +160,12 @@ class VaultQueue:
             connection.execute(
                 "INSERT INTO vault VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    entry.blob, entry.item, entry.image_sha256, entry.blob_sha256,
-                    entry.size, entry.suffix, entry.state, entry.key,
+                    entry.blob_id, entry.item_id, entry.image_sha256, entry.blob_sha256,
+                    entry.blob_bytes, entry.suffix, entry.state, entry.public_key,
                 ),
             )  # fmt: skip
 
-    def mark(self, blob: str, state: State) -> None:
+    def set_state(self, blob: str, state: State) -> None:
         """Set the state of a blob's row.
 
         Args:
@@ -180,7 +182,7 @@ class VaultQueue:
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
-    def settle(self, entry: VaultEntry) -> None:
+    def mark_stored(self, entry: VaultEntry) -> None:
         """Mark a blob's row as stored, and the rows of all other blobs of its item as removing.
 
         An unknown blob is not inserted, but the others are marked all the same. Both happen in one
@@ -193,10 +195,10 @@ class VaultQueue:
             NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
-            connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
+            connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob_id,))
             connection.execute(
                 "UPDATE vault SET state = 'removing' WHERE item = ? AND blob <> ?",
-                (entry.item, entry.blob),
+                (entry.item_id, entry.blob_id),
             )
 
     def set_missing_keys(self, key: str) -> None:
@@ -214,7 +216,7 @@ class VaultQueue:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
-    def forget(self, blob: str) -> None:
+    def delete_entry(self, blob: str) -> None:
         """Delete the row of a blob; call this after the vault has deleted the blob.
 
         An unknown blob is ignored.
@@ -231,14 +233,14 @@ class VaultQueue:
 
 def _is_sound(entry: VaultEntry) -> bool:
     """Check the values of a row: its blob names a file, and its size goes into a message."""
-    texts = (entry.blob, entry.item, entry.image_sha256, entry.blob_sha256, entry.suffix)
+    texts = (entry.blob_id, entry.item_id, entry.image_sha256, entry.blob_sha256, entry.suffix)
     return (
         all(isinstance(text, str) for text in texts)
-        and isinstance(entry.key, str | None)
+        and isinstance(entry.public_key, str | None)
         and entry.state in get_args(State)
-        and isinstance(entry.size, int)
-        and entry.size > 0
-        and _HEX.fullmatch(entry.blob) is not None
+        and isinstance(entry.blob_bytes, int)
+        and entry.blob_bytes > 0
+        and _HEX.fullmatch(entry.blob_id) is not None
         and _HEX.fullmatch(entry.blob_sha256) is not None
         and _HEX.fullmatch(entry.image_sha256) is not None
     )

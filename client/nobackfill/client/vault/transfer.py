@@ -16,7 +16,7 @@ from typing import Any, Self
 from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, sidecar
+from nobackfill.client.gallery_file import GalleryFile, sidecar_path
 from nobackfill.client.output import Output, format_bytes
 from nobackfill.client.photos import local_image
 from nobackfill.client.vault import keys
@@ -43,20 +43,20 @@ class PushReport:
     """The result of a push.
 
     Attributes:
-        pushed: how many images were uploaded.
+        pushed_count: how many images were uploaded.
         bytes_sent: bytes of ciphertext sent.
-        removed: how many blobs were deleted in the vault.
-        duplicates: how many images the vault held already.
+        removed_count: how many blobs were deleted in the vault.
+        duplicate_count: how many images the vault held already.
         missing_files: items that were not pushed, because their file is gone or was changed after
             it was added.
         unreadable: items with such a file, whose image in the vault only another key opens.
         lost_copies: items with such a file, whose pushed image the vault has lost.
     """
 
-    pushed: int = 0
+    pushed_count: int = 0
     bytes_sent: int = 0
-    removed: int = 0
-    duplicates: int = 0
+    removed_count: int = 0
+    duplicate_count: int = 0
     missing_files: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     lost_copies: list[str] = field(default_factory=list)
@@ -69,8 +69,9 @@ class PushReport:
             unreadable and lost.
         """
         return {
-            "pushed": self.pushed, "bytes_sent": self.bytes_sent, "removed": self.removed,
-            "held": self.duplicates, "skipped": self.missing_files,
+            "pushed": self.pushed_count, "bytes_sent": self.bytes_sent,
+            "removed": self.removed_count,
+            "held": self.duplicate_count, "skipped": self.missing_files,
             "unreadable": self.unreadable, "lost": self.lost_copies,
         }  # fmt: skip
 
@@ -78,7 +79,7 @@ class PushReport:
 def push(
     device: GalleryFile,
     recipients: Sequence[str],
-    where: str | None,
+    gateway_address: str | None,
     output: Output,
     *,
     new_key: bool = False,
@@ -97,8 +98,8 @@ def push(
         device: the gallery.
         recipients: public keys age1... that can decrypt what is pushed from now on, in addition to
             the device's own key and to earlier recipients.
-        where: the vault's gateway, grpc(s)://HOST:PORT; None: the stored one, else the gallery's
-            source.
+        gateway_address: the vault's gateway, grpc(s)://HOST:PORT; None: the stored one, else the
+            gallery's source.
         output: where to write progress.
         new_key: replace a lost key; push again, while their files exist, the images that only the
             lost key opens.
@@ -126,14 +127,14 @@ def push(
     with device.vault_lock():
         queue = VaultQueue(device.store)
         report = PushReport()
-        address = vault_address(device, where)
+        address = vault_address(device, gateway_address)
         with Gateway(address) as gateway:
             vault_blobs = check_vault(device, queue, gateway, address)
             device.store.update_state(
                 {"recipients": list(dict.fromkeys(all_recipients)), "vault": address}
             )
             identity = identity_for_push(device, queue, new_key)
-            outbox = sidecar(device.path, "outbox")
+            outbox = sidecar_path(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
             durable.remove_temporary_files(outbox)
             _sweep(queue, outbox)
@@ -157,7 +158,7 @@ def _items(device: GalleryFile) -> Iterator[StoredItem]:
 
 def _sweep(queue: VaultQueue, outbox: Path) -> None:
     """Delete ciphertext in the outbox that a killed push wrote without a row."""
-    sealed_blobs = {entry.blob for entry in queue.entries("sealed")}
+    sealed_blobs = {entry.blob_id for entry in queue.entries("sealed")}
     for path in sorted(outbox.iterdir()):
         if path.name not in sealed_blobs:
             durable.remove_tree(path)
@@ -165,11 +166,11 @@ def _sweep(queue: VaultQueue, outbox: Path) -> None:
 
 def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: PushReport) -> None:
     # An item that was removed during its push has left a row.
-    for entry in queue.obsolete():
-        gateway.delete_blob(entry.blob)
-        durable.remove_tree(outbox / entry.blob)
-        queue.forget(entry.blob)
-        report.removed += 1
+    for entry in queue.obsolete_entries():
+        gateway.delete_blob(entry.blob_id)
+        durable.remove_tree(outbox / entry.blob_id)
+        queue.delete_entry(entry.blob_id)
+        report.removed_count += 1
 
 
 def _push_one(
@@ -182,17 +183,17 @@ def _push_one(
     report: PushReport,
 ) -> None:
     previous = queue.latest_entry(item.id)
-    readable = previous is not None and previous.key == str(keys[0])
+    readable = previous is not None and previous.public_key == str(keys[0])
     # The item's image may have been replaced since the push.
     same = previous is not None and previous.image_sha256 == item.digest
     is_lost = (
-        previous is not None and previous.state == "stored" and previous.blob not in vault_blobs
+        previous is not None and previous.state == "stored" and previous.blob_id not in vault_blobs
     )
     if previous is not None and previous.state == "stored" and readable and same and not is_lost:
-        report.duplicates += 1
+        report.duplicate_count += 1
         return
     entry = previous
-    if previous is None or not (readable and same) or not (outbox / previous.blob).is_file():
+    if previous is None or not (readable and same) or not (outbox / previous.blob_id).is_file():
         entry = _seal(item, queue, outbox, keys)
     if entry is None and is_lost and same:
         report.lost_copies.append(item.id)
@@ -201,12 +202,12 @@ def _push_one(
         is_stored = previous is not None and previous.state == "stored" and same
         (report.unreadable if is_stored else report.missing_files).append(item.id)
         return
-    blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
-    report.bytes_sent += upload_blob(gateway, blob, outbox / entry.blob)
+    blob = vault_pb2.Blob(id=entry.blob_id, size=entry.blob_bytes, sha256=entry.blob_sha256)
+    report.bytes_sent += upload_blob(gateway, blob, outbox / entry.blob_id)
     # Only now delete older blobs of the item: lost from the outbox, or sealed with another key.
-    queue.settle(entry)
-    durable.remove_tree(outbox / entry.blob)
-    report.pushed += 1
+    queue.mark_stored(entry)
+    durable.remove_tree(outbox / entry.blob_id)
+    report.pushed_count += 1
 
 
 def _seal(
@@ -221,17 +222,17 @@ def _seal(
         return None
     sealed = encrypt(image, keys)
     entry = VaultEntry(
-        blob=secrets.token_hex(32),
-        item=item.id,
+        blob_id=secrets.token_hex(32),
+        item_id=item.id,
         image_sha256=str(item.digest),
         blob_sha256=hashlib.sha256(sealed).hexdigest(),
-        size=len(sealed),
+        blob_bytes=len(sealed),
         suffix=Path(str(item.metadata.get("name", ""))).suffix,
         state="sealed",
-        key=str(keys[0]),
+        public_key=str(keys[0]),
     )
-    durable.write_file(outbox / entry.blob, sealed, 0o600)
-    queue.seal(entry)
+    durable.write_file(outbox / entry.blob_id, sealed, 0o600)
+    queue.insert_sealed(entry)
     return entry
 
 
@@ -246,12 +247,12 @@ class PullReport:
 
     Attributes:
         restored: paths of the files that were written.
-        duplicates: how many images the folder held already.
+        duplicate_count: how many images the folder held already.
         failed: the reason by item, or by blob without an item.
     """
 
     restored: list[str] = field(default_factory=list)
-    duplicates: int = 0
+    duplicate_count: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -260,7 +261,7 @@ class PullReport:
         Returns:
             The lists and the count, under the keys restored, held and failed.
         """
-        return {"restored": self.restored, "held": self.duplicates, "failed": self.failed}
+        return {"restored": self.restored, "held": self.duplicate_count, "failed": self.failed}
 
 
 class VaultReader:
@@ -280,7 +281,7 @@ class VaultReader:
         """
         self._device = device
         self._identity = identity
-        self._inbox = sidecar(device.path, "inbox")
+        self._inbox = sidecar_path(device.path, "inbox")
         self._open = ExitStack()
         self._gateway: Gateway | None = None
         self.queue = VaultQueue(device.store)
@@ -298,7 +299,7 @@ class VaultReader:
         """
         self._open.close()
 
-    def image(self, item_id: str) -> bytes | None:
+    def read_image(self, item_id: str) -> bytes | None:
         """Download and decrypt the image that an item was made from.
 
         Takes no lock; the ciphertext lies in the folder inbox during the call. Two calls at once
@@ -350,11 +351,11 @@ class VaultReader:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
         """
-        blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
-        image = self.fetch(blob)
+        blob = vault_pb2.Blob(id=entry.blob_id, size=entry.blob_bytes, sha256=entry.blob_sha256)
+        image = self.decrypt_blob(blob)
         if hashlib.sha256(image).hexdigest() != entry.image_sha256:
             raise VerificationError(
-                f"blob {entry.blob}: the vault returned another image than the one that was "
+                f"blob {entry.blob_id}: the vault returned another image than the one that was "
                 "pushed, and nothing was written; tell the gateway's operator, who can restore a "
                 "backup"
             )
@@ -374,10 +375,10 @@ class VaultReader:
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
-        own_blobs = {entry.blob for entry in self.queue.entries()}
+        own_blobs = {entry.blob_id for entry in self.queue.entries()}
         return [blob for blob in list_blobs(self._connect()) if blob.id not in own_blobs]
 
-    def fetch(self, blob: vault_pb2.Blob) -> bytes:
+    def decrypt_blob(self, blob: vault_pb2.Blob) -> bytes:
         """Download a blob and decrypt it in memory; no plaintext is written.
 
         The ciphertext is deleted afterwards. An interrupted download stays, and the next call
@@ -427,7 +428,7 @@ def pull(
     items: Sequence[str],
     folder: Path,
     identity: Path | None,
-    unknown: bool,
+    include_unknown: bool,
     output: Output,
 ) -> PullReport:
     """Restore images from the vault into a folder, and compare each with its digest.
@@ -443,8 +444,8 @@ def pull(
             An item that is named twice is restored once, and counts as held the second time.
         folder: where to write the images; made if it is missing.
         identity: an age key file to use instead of the gallery's own; None: the own one.
-        unknown: also restore blobs without a row in this gallery, named by their digest; for
-            example after the loss of a device.
+        include_unknown: also restore blobs without a row in this gallery, named by their digest;
+            for example after the loss of a device.
         output: where to write progress and notes.
 
     Returns:
@@ -467,19 +468,19 @@ def pull(
     durable.make_dir(folder)
     with device.vault_lock(), VaultReader(device, identity) as vaulted:
         entries = _entries(vaulted.queue, items)
-        others = vaulted.unknown_blobs() if unknown else []
+        others = vaulted.unknown_blobs() if include_unknown else []
         if others:
             sizes = format_bytes(sum(blob.size for blob in others))
             output.print_note(f"{len(others)} blobs of other galleries to download, {sizes}")
         total = len(entries) + len(others)
         with output.progress("pulling") as advance:
             for count, entry in enumerate(entries, start=1):
-                with _report_failure(report, entry.item):
+                with _report_failure(report, entry.item_id):
                     _restore(device, vaulted, entry, folder, report)
                 advance(count, total)
             for count, blob in enumerate(others, start=len(entries) + 1):
                 with _report_failure(report, blob.id):
-                    _restore_unknown(vaulted.fetch(blob), folder, report)
+                    _restore_unknown(vaulted.decrypt_blob(blob), folder, report)
                 advance(count, total)
     return report
 
@@ -494,7 +495,7 @@ def _report_failure(report: PullReport, name: str) -> Iterator[None]:
 
 
 def _entries(queue: VaultQueue, items: Sequence[str]) -> list[VaultEntry]:
-    entries = {entry.item: entry for entry in queue.entries("stored")}
+    entries = {entry.item_id: entry for entry in queue.entries("stored")}
     for item in items:
         if item not in entries:
             raise NotFoundError(
@@ -506,11 +507,11 @@ def _entries(queue: VaultQueue, items: Sequence[str]) -> list[VaultEntry]:
 def _restore(
     device: GalleryFile, vaulted: VaultReader, entry: VaultEntry, folder: Path, report: PullReport
 ) -> None:
-    item = device.store.get(entry.item)
+    item = device.store.get(entry.item_id)
     own = str(item.metadata.get("name", "")) if item is not None else ""
     digest = entry.image_sha256[:16]
     # Names and ids are arbitrary text, and the item's image may have been replaced.
-    preferred = (own, f"{entry.item}{entry.suffix}") if _is_of(entry, item) else ()
+    preferred = (own, f"{entry.item_id}{entry.suffix}") if _is_of(entry, item) else ()
     names = filter(_is_plain, (*preferred, f"{digest}{entry.suffix}"))
     target = _free([folder / name for name in (*names, digest)], entry.image_sha256)
     _write(target, lambda: vaulted.decrypt_entry(entry), report)
@@ -551,7 +552,7 @@ def _free(targets: Sequence[Path], sha256: str) -> Path | None:
 
 def _write(target: Path | None, image: Callable[[], bytes], report: PullReport) -> None:
     if target is None:
-        report.duplicates += 1
+        report.duplicate_count += 1
         return
     # The folder is the user's: delete only temporary files of this very target.
     durable.remove_temporary_files(target.parent, f"{target.name}-")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, is_gateway
+from nobackfill.client.gallery_file import GalleryFile, is_gateway_address
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import (
     ConfigurationError,
@@ -245,7 +245,7 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
         NotFoundError: the gallery was closed.
     """
     address = str(where or device.state("vault") or device.state("source"))
-    if not is_gateway(address):
+    if not is_gateway_address(address):
         raise ConfigurationError(
             f"{address} is no gateway, so it holds no vault; name a gateway with `push --vault "
             "grpc://HOST:PORT`"
@@ -285,7 +285,7 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
     if stored_address == address:
         return listed
     pushed = queue.entries("stored") or queue.entries("removing")
-    lacking = sum(entry.blob not in listed for entry in pushed)
+    lacking = sum(entry.blob_id not in listed for entry in pushed)
     if lacking:
         raise ConfigurationError(
             f"{address}: the vault there lacks {lacking} of the {len(pushed)} images that this "
@@ -295,7 +295,7 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
     return listed
 
 
-def vault_problem(device: GalleryFile) -> str | None:
+def explain_vault_problem(device: GalleryFile) -> str | None:
     """Describe how many pushed images the vault lacks.
 
     Args:
@@ -320,7 +320,7 @@ def vault_problem(device: GalleryFile) -> str | None:
         return None
     with Gateway(address, seconds=5) as gateway:
         listed = {blob.id for blob in list_blobs(gateway)}
-    lacking = sum(entry.blob not in listed for entry in pushed)
+    lacking = sum(entry.blob_id not in listed for entry in pushed)
     if not lacking:
         return None
     return (

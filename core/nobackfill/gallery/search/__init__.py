@@ -5,7 +5,7 @@ An index is immutable; a `LiveView` adds changes in a second index.
 >>> import numpy as np
 >>> from nobackfill.gallery import SpaceSpec
 >>> from nobackfill.gallery.search import ExactIndex
->>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit=False, side_space=None, side_dim=0)
+>>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit_norm=False, side_space=None, side_dim=0)
 >>> index = ExactIndex(spec, np.array([7, 9]), np.array([[1, 0], [0, 1]], np.float32))
 >>> index.search(np.array([[0, 2]], np.float32), k=2).labels.tolist()
 [[9, 7]]

@@ -175,15 +175,15 @@ _LISTS = 1 << 16
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Offsets in a record: links up to `vector`, the vector up to `label`, the label up to `size`.
+    """Offsets in a record: links, from `vector_offset` the vector, from `label_offset` the label.
 
-    `upper` is the size of a list of links above the ground level.
+    `upper_list_bytes` is the size of a list of links above the ground level.
     """
 
-    vector: int
-    label: int
-    size: int
-    upper: int
+    vector_offset: int
+    label_offset: int
+    record_bytes: int
+    upper_list_bytes: int
 
     @classmethod
     def of(cls, dim: int, m: int) -> "RecordLayout":
@@ -203,18 +203,18 @@ class GraphLinks:
 
     Attributes:
         parameters: Values of the state by their names.
-        ground: Links of each element on the ground level, uint8 [count, bytes].
-        levels: Number of levels above the ground of each element, int32 [count].
-        upper: The links there, element by element, int8 [bytes].
+        ground_links: Links of each element on the ground level, uint8 [count, bytes].
+        upper_level_counts: Number of levels above the ground of each element, int32 [count].
+        upper_links: The links there, element by element, int8 [bytes].
     """
 
     parameters: Mapping[str, Any]
-    ground: Bytes
-    levels: NDArray[np.int32]
-    upper: NDArray[np.int8]
+    ground_links: Bytes
+    upper_level_counts: NDArray[np.int32]
+    upper_links: NDArray[np.int8]
 
     def __len__(self) -> int:
-        return len(self.ground)
+        return len(self.ground_links)
 
 
 def check_links(links: GraphLinks) -> None:
@@ -228,21 +228,23 @@ def check_links(links: GraphLinks) -> None:
             demand.
         KeyError: A parameter is missing.
     """
-    m, count, levels = links.parameters["M"], len(links), links.levels
+    m, count, levels = links.parameters["M"], len(links), links.upper_level_counts
     top, entry = links.parameters["max_level"], links.parameters["enterpoint_node"]
-    upper = RecordLayout.of(1, m).upper
+    upper = RecordLayout.of(1, m).upper_list_bytes
     sound = (
-        links.ground.shape == (count, RecordLayout.of(1, m).vector)
+        links.ground_links.shape == (count, RecordLayout.of(1, m).vector_offset)
         and levels.shape == (count,)
         and (levels >= 0).all()
-        and links.upper.size == upper * int(levels.sum(dtype=np.int64))
+        and links.upper_links.size == upper * int(levels.sum(dtype=np.int64))
         and (not count or (0 <= entry < count and 0 <= top <= levels[entry]))
     )
     if sound:
-        above = links.upper.view(np.uint8).reshape(-1, upper)
+        above = links.upper_links.view(np.uint8).reshape(-1, upper)
         firsts = np.cumsum(levels, dtype=np.int64) - levels
         at = 1 + np.arange(len(above)) - np.repeat(firsts, levels)
-        sound = _lead(links.ground, np.zeros(count, np.int64), levels) and _lead(above, at, levels)
+        sound = _lead(links.ground_links, np.zeros(count, np.int64), levels) and _lead(
+            above, at, levels
+        )
     if not sound:
         raise VerificationError(
             "the search index (HNSW) is damaged: its graph links to elements that do not exist; "
@@ -278,7 +280,7 @@ def copy_links(graph: Hnsw) -> GraphLinks:
         "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
         "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
     }  # fmt: skip
-    ground = graph.records[:, : RecordLayout.of(graph.dim, graph.m).vector].copy()
+    ground = graph.records[:, : RecordLayout.of(graph.dim, graph.m).vector_offset].copy()
     return GraphLinks(parameters, ground, graph.levels, graph.upper)
 
 
@@ -295,18 +297,18 @@ def graph_vectors(graph: Hnsw) -> Vectors:
     its state, which `mark` takes over.
     """
     layout = RecordLayout.of(graph.dim, graph.m)
-    return graph.records[:, layout.vector : layout.label].view(np.float32)
+    return graph.records[:, layout.vector_offset : layout.label_offset].view(np.float32)
 
 
-def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
+def build_graph(links: GraphLinks, dim: int, fill_vectors: Callable[[Vectors], Mask]) -> Hnsw:
     """Build a graph with given links.
 
     Args:
         links: The links, which must have passed `check_links`.
         dim: Dimension of the vectors.
-        fill: Writes the vectors, float32 [count, dim], and returns which of them must not be found,
-            bool [count]. Walks pass through these; each gets a position between its neighbours, or
-            zeros if all of them are such. Its error ends the work.
+        fill_vectors: Writes the vectors, float32 [count, dim], and returns which of them must not
+            be found, bool [count]. Walks pass through these; each gets a position between its
+            neighbours, or zeros if all of them are such. Its error ends the work.
 
     Returns:
         The graph; each element's label is its number.
@@ -317,11 +319,11 @@ def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) ->
     values = links.parameters
     graph = Hnsw.of_links(
         values["space"], dim, values["M"], values["ef_construction"], values["max_level"],
-        values["enterpoint_node"], links.ground, links.levels, links.upper,
+        values["enterpoint_node"], links.ground_links, links.upper_level_counts, links.upper_links,
     )  # fmt: skip
     vectors = graph_vectors(graph)
-    deleted = fill(vectors)
-    _place_deleted(links.ground, vectors, deleted)
+    deleted = fill_vectors(vectors)
+    _place_deleted(links.ground_links, vectors, deleted)
     graph.mark(deleted)
     return graph
 
@@ -352,7 +354,7 @@ class GraphSkeleton:
     Attributes:
         spec: The space.
         labels: Labels of the rows, increasing.
-        rows: Row in `labels` of each element's vector; -1 for none.
+        element_rows: Row in `labels` of each element's vector; -1 for none.
         links: The links.
         row_hashes: Sum of each element's vector; None if not needed.
         links_fit_space: Whether the links were built for vectors of this space.
@@ -361,7 +363,7 @@ class GraphSkeleton:
 
     spec: SpaceSpec
     labels: Labels
-    rows: Rows
+    element_rows: Rows
     links: GraphLinks
     row_hashes: Sums | None
     links_fit_space: bool
@@ -380,8 +382,9 @@ class GraphSkeleton:
         """
         assert self.row_hashes is not None, "a file shows what was replaced"
         arrays: Arrays = {
-            "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.row_hashes,
-            "ground": self.links.ground, "levels": self.links.levels, "upper": self.links.upper,
+            "labels": self.labels, "rows": self.element_rows.astype(np.int64),
+            "sums": self.row_hashes, "ground": self.links.ground_links,
+            "levels": self.links.upper_level_counts, "upper": self.links.upper_links,
         }  # fmt: skip
         parameters = dict(self.links.parameters) | {"fresh": self.links_fit_space, "ef": self.ef}
         write_index(path, self.spec, ENGINE, parameters, arrays)
@@ -492,14 +495,14 @@ def rebuild_graph(
 def _rows_in(skeleton: GraphSkeleton, labels: Labels) -> Rows:
     """Return the row in `labels` of each element; -1 if it has none."""
     if not len(labels):
-        return np.full(len(skeleton.rows), -1, np.intp)
+        return np.full(len(skeleton.element_rows), -1, np.intp)
     positions = np.minimum(np.searchsorted(labels, skeleton.labels), len(labels) - 1)
     positions[labels[positions] != skeleton.labels] = -1
-    if len(skeleton.rows) and skeleton.rows.max() >= len(positions):
+    if len(skeleton.element_rows) and skeleton.element_rows.max() >= len(positions):
         raise VerificationError(
             f"the index file was built for other vectors: it lists {len(positions)} rows and "
             "refers to more; build the index again"
         )
     # The last -1 is for elements without a row.
-    moved: Rows = np.append(positions, -1)[skeleton.rows]
+    moved: Rows = np.append(positions, -1)[skeleton.element_rows]
     return moved

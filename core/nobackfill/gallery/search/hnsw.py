@@ -97,7 +97,7 @@ class HnswIndex:
         self._exact = ExactIndex.from_prepared(
             spec, element_labels, memory, distance_offsets(spec, memory)
         )
-        self.compiled = view.compiled_graph(graph, self._held, labels, self._elements)
+        self.compiled = view.prepare_compiled_graph(graph, self._held, labels, self._elements)
 
     @property
     def ef(self) -> int:
@@ -271,18 +271,20 @@ class HnswIndex:
         np.maximum(distances, 0, out=distances)
         return rows, distances
 
-    def skeleton(self, *, row_hashes: bool = True) -> GraphSkeleton:
+    def skeleton(self, *, with_row_hashes: bool = True) -> GraphSkeleton:
         """Return a copy of the graph without its vectors.
 
         The links are copied; the labels and rows are this index's own arrays. No other thread may
         change the graph during the call.
 
         Args:
-            row_hashes: Compute a sum of each vector, which an index file needs; it reads every
+            with_row_hashes: Compute a sum of each vector, which an index file needs; it reads every
                 vector. Without, the skeleton's `row_hashes` is None.
         """
         links = graph_file.copy_links(self.graph)
-        vector_sums = hash_vector_rows(graph_file.graph_vectors(self.graph)) if row_hashes else None
+        vector_sums = (
+            hash_vector_rows(graph_file.graph_vectors(self.graph)) if with_row_hashes else None
+        )
         ef = self.graph.ef
         return GraphSkeleton(
             self.spec, self.labels, self._held, links, vector_sums, self.links_fit_space, ef
@@ -310,7 +312,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 def _is_large(graph: Hnsw) -> bool:
     """Tell whether the records are a memory block of their own, in which large pages help."""
-    return graph.capacity * RecordLayout.of(graph.dim, graph.m).size > _MAPPED_BYTES
+    return graph.capacity * RecordLayout.of(graph.dim, graph.m).record_bytes > _MAPPED_BYTES
 
 
 def _move_to_large_pages(graph: Hnsw) -> None:
@@ -373,7 +375,7 @@ def build_index(
     labels: Labels,
     vectors: Content,
     *,
-    threads: CountThreads = one_thread,
+    count_threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Build a graph; other threads may search meanwhile.
@@ -388,7 +390,7 @@ def build_index(
         labels: int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim], checked; copied into the graph. They are read once, in order, and
             an error of reading passes through.
-        threads: Called before each piece of PIECE_ROWS rows: how many threads may add it.
+        count_threads: Called before each piece of PIECE_ROWS rows: how many threads may add it.
         after_piece: Called after each piece, and between the probes; its error ends the build and
             passes through.
     """
@@ -399,7 +401,7 @@ def build_index(
         # for their addresses as for their content. A kernel without large pages refuses.
         graph.advise(_MADV_HUGEPAGE)
     rows = np.arange(len(labels))
-    _add(graph, spec, vectors, rows, rows, threads, after_piece)
+    _add(graph, spec, vectors, rows, rows, count_threads, after_piece)
     index = HnswIndex(spec, labels, graph)
     _tune(index, after_piece)
     return index
@@ -411,14 +413,14 @@ def _add(
     vectors: Content,
     rows: Rows,
     names: Rows,
-    threads: CountThreads,
+    count_threads: CountThreads,
     after_piece: Callable[[], None],
 ) -> None:
     """Add rows of vectors under given names, in pieces."""
     for start in range(0, len(rows), PIECE_ROWS):
         piece = slice(start, start + PIECE_ROWS)
         prepared = prepare_vectors(spec.metric, vectors[rows[piece]])
-        graph.add(prepared, names[piece], threads())
+        graph.add(prepared, names[piece], count_threads())
         after_piece()
 
 
@@ -472,7 +474,7 @@ def _unchanged(old: GraphSkeleton, spec: SpaceSpec, labels: Labels, rows: Rows) 
         and old.row_hashes is not None
         and old.spec.space == spec.space
         and np.array_equal(old.labels, labels)
-        and np.array_equal(old.rows, rows)
+        and np.array_equal(old.element_rows, rows)
     )
 
 
@@ -532,7 +534,7 @@ def transfer_index(
     labels: Labels,
     vectors: Content,
     *,
-    threads: CountThreads = one_thread,
+    count_threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Transfer a graph to new content, 40 times faster than building one. `old` does not change.
@@ -547,7 +549,7 @@ def transfer_index(
         labels: int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim], read once, in order, added rows twice; an error of reading passes
             through.
-        threads: Called before each piece of added rows: how many threads may add it.
+        count_threads: Called before each piece of added rows: how many threads may add it.
         after_piece: Called after each piece of work; its error ends it and passes through.
 
     Returns:
@@ -558,14 +560,14 @@ def transfer_index(
             a new one.
     """
     _refuse_metric(old.spec, spec)
-    skeleton = old.skeleton(row_hashes=old.spec.space == spec.space)
+    skeleton = old.skeleton(with_row_hashes=old.spec.space == spec.space)
     graph, rows = rebuild_graph(skeleton, spec, labels, vectors, after_piece)
     added = np.setdiff1d(np.arange(len(labels)), rows)
     if len(added):
         # No thread searches it yet.
         graph.resize(len(rows) + len(added))
         names = len(rows) + np.arange(len(added))
-        _add(graph, spec, vectors, added, names, threads, after_piece)
+        _add(graph, spec, vectors, added, names, count_threads, after_piece)
         rows = np.concatenate([rows, added])
     own_links = old.links_fit_space and old.spec.space == spec.space
     index = HnswIndex(spec, labels, graph, rows, links_fit_space=own_links)
@@ -579,7 +581,7 @@ def renew_index(
     vectors: Content,
     *,
     old: HnswIndex | None = None,
-    threads: CountThreads = one_thread,
+    count_threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Return a good index of some content at the lowest cost: `old` itself, `old` transferred, or a
@@ -594,7 +596,7 @@ def renew_index(
             have `links_fit_space`; replace it by a build when there is time. None builds a new
             one. So does an `old` of which more than LARGEST_TRANSFER_CHANGE of the rows changed,
             or that would find less than LEAST_RECALL.
-        threads: Called before each piece of added rows: how many threads may add it.
+        count_threads: Called before each piece of added rows: how many threads may add it.
         after_piece: Called after each piece of work; its error ends it and passes through, except
             for a VerificationError during a transfer, which leads to a build.
 
@@ -607,9 +609,9 @@ def renew_index(
         with contextlib.suppress(VerificationError):
             _refuse_distant(len(old.graph), old.labels, labels)
             return transfer_index(
-                old, spec, labels, vectors, threads=threads, after_piece=after_piece
+                old, spec, labels, vectors, count_threads=count_threads, after_piece=after_piece
             )
-    return build_index(spec, labels, vectors, threads=threads, after_piece=after_piece)
+    return build_index(spec, labels, vectors, count_threads=count_threads, after_piece=after_piece)
 
 
 def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) -> bool:

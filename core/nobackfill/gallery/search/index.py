@@ -327,10 +327,10 @@ def search_by_origin(
 
         return nearest(select)
 
-    return merge_origins(of(0), of(1), scale, k)
+    return merge_on_native_scale(of(0), of(1), scale, k)
 
 
-def merge_origins(
+def merge_on_native_scale(
     migrated: Neighbours, native: Neighbours, scale: DistanceScale, k: int
 ) -> Neighbours:
     """Return the k best of migrated and native hits on one scale; the distances stay as they are.
@@ -349,24 +349,26 @@ def merge_origins(
         np.concatenate([migrated.labels, native.labels], axis=1),
         np.concatenate([migrated.distances, native.distances], axis=1),
     )
-    joined = rank_origins(both, np.arange(both.labels.shape[1]) < migrated.labels.shape[1], scale)
+    joined = rank_on_native_scale(
+        both, np.arange(both.labels.shape[1]) < migrated.labels.shape[1], scale
+    )
     return Neighbours(joined.labels[:, :k], joined.distances[:, :k])
 
 
-def rank_origins(hits: Neighbours, migrated: Mask, scale: DistanceScale) -> Neighbours:
+def rank_on_native_scale(hits: Neighbours, migrated_mask: Mask, scale: DistanceScale) -> Neighbours:
     """Sort hits by the distance of an equally likely native vector.
 
     Equal ones are sorted by their own distance, then by label.
 
     Args:
         hits: Hits [q, c].
-        migrated: Which labels [q, c] or columns [c] are migrated.
+        migrated_mask: Which labels [q, c] or columns [c] are migrated.
         scale: Converts distances of migrated vectors.
 
     Returns:
         Neighbours [q, c], with the items' own distances.
     """
-    scaled = np.where(migrated, scale(hits.distances), hits.distances)
+    scaled = np.where(migrated_mask, scale(hits.distances), hits.distances)
     order = np.lexsort((hits.labels, hits.distances, scaled), axis=1)
     query = np.arange(len(order))[:, None]
     return Neighbours(hits.labels[query, order], hits.distances[query, order])

@@ -61,7 +61,7 @@ parse_search_request = None if _native is None else _native.parse
 rank_binary_rows = None if _native is None else _native.ranked
 
 
-def compiled_graph(
+def prepare_compiled_graph(
     graph: Any, rows: Rows, labels: Labels, elements: Rows | None
 ) -> "_native.Graph | None":
     """Prepare a graph for compiled searches.
@@ -150,7 +150,7 @@ class CompiledSearch:
             return None
         graphed = cast(GraphIndex, base)
         compiled_snapshot = _native.Snapshot(
-            graph, spec.unit, int(graphed.graph.ef), base_live, np.asarray(delta.vectors),
+            graph, spec.unit_norm, int(graphed.graph.ef), base_live, np.asarray(delta.vectors),
             delta.labels, delta_live,
         )  # fmt: skip
         return cls(graphed, compiled_snapshot)
@@ -256,7 +256,7 @@ class CompiledSearch:
         return self._candidates_by_k[k]
 
 
-def compiled_curves(
+def compile_curves(
     curves: Mapping[int, tuple[Sequence[float], Sequence[float]]],
 ) -> "Curves | None":
     """Return calibrations for compiled searches; None if nothing is compiled.
@@ -365,16 +365,16 @@ class IndexPart:
 
     Attributes:
         index: The index.
-        live: bool [n], rows that are alive; None for all.
-        deleted: Number of other rows; counted on deletion, since every search needs it.
+        live_mask: bool [n], rows that are alive; None for all.
+        deleted_count: Number of other rows; counted on deletion, since every search needs it.
     """
 
     index: Index
-    live: Mask | None = None
-    deleted: int = 0
+    live_mask: Mask | None = None
+    deleted_count: int = 0
 
     def __len__(self) -> int:
-        return len(self.index.labels) - self.deleted
+        return len(self.index.labels) - self.deleted_count
 
     def with_deleted_labels(self, labels: Labels) -> "IndexPart":
         """Return the part with tombstones for more labels; labels that it does not have are
@@ -389,13 +389,17 @@ class IndexPart:
         if not len(labels):
             return self
         rows = np.unique(find_label_rows(self.index.labels, labels))
-        if self.live is not None:
-            rows = rows[self.live[rows]]
+        if self.live_mask is not None:
+            rows = rows[self.live_mask[rows]]
         if not len(rows):
             return self
-        live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
+        live = (
+            np.ones(len(self.index.labels), np.bool_)
+            if self.live_mask is None
+            else self.live_mask.copy()
+        )
         live[rows] = False
-        return IndexPart(self.index, live, self.deleted + len(rows))
+        return IndexPart(self.index, live, self.deleted_count + len(rows))
 
     def mask(self, label_filter: LabelFilter | None) -> Mask | None:
         """Return the rows that are alive and pass a filter, bool [n]; None for all.
@@ -406,9 +410,9 @@ class IndexPart:
             label_filter: Returns which labels may be found; None for all. Its error passes through.
         """
         if label_filter is None:
-            return self.live
+            return self.live_mask
         mask_ = label_filter(self.index.labels)
-        return mask_ if self.live is None else mask_ & self.live
+        return mask_ if self.live_mask is None else mask_ & self.live_mask
 
     def passing_rows(self, label_filter: LabelFilter | None) -> Mask | None:
         """Return the rows that pass a filter, alive or not, bool [n]; None for all.
@@ -441,7 +445,7 @@ class IndexPart:
 
         Do not write to the mask.
         """
-        return slice(None) if self.live is None else self.live
+        return slice(None) if self.live_mask is None else self.live_mask
 
     def live_content(self) -> tuple[Labels, Content]:
         """Return labels int64 [n], increasing, and vectors [n, dim] of the live rows, without
@@ -449,9 +453,9 @@ class IndexPart:
 
         The vectors are as the index stores them. Do not write to the labels.
         """
-        if self.live is None:
+        if self.live_mask is None:
             return self.index.labels, self.index.vectors
-        rows = np.flatnonzero(self.live)
+        rows = np.flatnonzero(self.live_mask)
         return self.index.labels[rows], SelectedRows(self.index.vectors, rows)
 
 
@@ -472,7 +476,7 @@ class Snapshot:
         return not isinstance(self.base.index, ExactIndex)
 
     @cached_property
-    def compared_numbers(self) -> int:
+    def compared_number_count(self) -> int:
         """Return how many numbers a search compares one by one, in the delta and in an exact
         base."""
         return (len(self.delta) + (not self.is_graph) * len(self.base)) * self.spec.dim
@@ -487,7 +491,7 @@ class Snapshot:
         if not len(base):
             return None
         return CompiledSearch.from_indexes(
-            self.spec, base.index, base.live, delta.index, delta.live
+            self.spec, base.index, base.live_mask, delta.index, delta.live_mask
         )
 
     def search(
@@ -513,7 +517,9 @@ class Snapshot:
                 a norm that is not 1 in a space with unit vectors.
             Exception: An error of `label_filter`.
         """
-        checked = check_vectors(queries, self.spec.dim, error_name="queries", unit=self.spec.unit)
+        checked = check_vectors(
+            queries, self.spec.dim, error_name="queries", unit_norm=self.spec.unit_norm
+        )
         if len(checked) == 1 and self.compiled is not None:
             masks = [part.passing_rows(label_filter) for part in (self.base, self.delta)]
             answer = self.compiled.search(checked, k, ef, *masks)
@@ -611,7 +617,7 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
         parts.
     """
     snapshot = snapshot.without_labels(change.deleted_labels)
-    labels, vectors = change.added.get(snapshot.spec.space, (None, None))
+    labels, vectors = change.added_vectors.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
         return snapshot
     # A replaced vector is found in the delta from now on.
@@ -622,12 +628,12 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
 
 def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
     """Return a delta with more rows, of increasing labels that are not alive in it."""
-    index, live = delta.index, delta.live
+    index, live = delta.index, delta.live_mask
     assert isinstance(index, ExactIndex), "a delta is searched exactly"
     if not len(index.labels) or labels[0] > index.labels[-1]:
         if live is not None:
             live = np.concatenate([live, np.ones(len(labels), np.bool_)])
-        return IndexPart(index.with_more_rows(labels, vectors), live, delta.deleted)
+        return IndexPart(index.with_more_rows(labels, vectors), live, delta.deleted_count)
     old_labels, old_vectors = delta.live_content()
     labels = np.concatenate([old_labels, labels])
     vectors = np.concatenate([np.asarray(old_vectors), prepare_vectors(index.spec.metric, vectors)])
@@ -688,22 +694,22 @@ class LiveView:
         assert self._snapshot is not None, "set in the constructor"
         return self._snapshot
 
-    def compact(self, build: BuildBase) -> None:
+    def compact(self, build_base: BuildBase) -> None:
         """Build a base of all live vectors, then swap it in; searches and commits go on during the
         build.
 
         A second call waits for the first. Any thread may call it, also after `close`.
 
         Args:
-            build: Builds the base from labels int64 [n], increasing, and vectors as engines store
-                them. Its error passes through, and the present base stays.
+            build_base: Builds the base from labels int64 [n], increasing, and vectors as engines
+                store them. Its error passes through, and the present base stays.
         """
         with self._compacting:
             with self._changing:
                 self._log = []
                 snapshot = self.snapshot()
             try:
-                self._swap(new_snapshot(self.spec, build(self.spec, *snapshot.live_content())))
+                self._swap(new_snapshot(self.spec, build_base(self.spec, *snapshot.live_content())))
             finally:
                 with self._changing:
                     self._log = None

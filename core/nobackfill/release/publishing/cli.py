@@ -112,7 +112,7 @@ def keys(
     interrupted, run it again.
     """
     key_files = _keys(model_repo, root_key, targets_key)
-    files = {role: str(key_files.path(role)) for role in ROLES}
+    files = {role: str(key_files.key_path(role)) for role in ROLES}
     if dry_run:
         publish.refuse_existing_publication(model_repo)
         _answer(
@@ -268,15 +268,17 @@ def verify(
         ) from error
     health = verify_publication(model_repo, trusted, release)
     lines = [f"release {number}: good" for number in health.releases]
-    lines += [f"{role} metadata expires {_day(date)}" for role, date in health.expires.items()]
+    lines += [
+        f"{role} metadata expires {_day(date)}" for role, date in health.expiry_by_role.items()
+    ]
     lines += [
         f"leftover of an interrupted publish, readers ignore it: {name}"
-        for name in health.leftovers
+        for name in health.leftover_files
     ]
     answer = {
         "releases": list(health.releases),
-        "expires": _days(health.expires),
-        "leftovers": list(health.leftovers),
+        "expires": _days(health.expiry_by_role),
+        "leftovers": list(health.leftover_files),
         "fingerprint": _fingerprint(model_repo),
     }
     _answer(as_json, answer, lines)
@@ -306,9 +308,13 @@ def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> Signin
 
 
 def _print_renewal(what: str, renewal: renew.Renewal, dry_run: bool, as_json: bool) -> None:
-    expires = renewal.expires
-    answer = {"roles": list(renewal.roles), "expires": _days(expires), "written": not dry_run}
-    lines = [f"{'would be ' if dry_run else ''}{what}: {', '.join(renewal.roles)}"]
+    expires = renewal.expiry_by_role
+    answer = {
+        "roles": list(renewal.signed_roles),
+        "expires": _days(expires),
+        "written": not dry_run,
+    }
+    lines = [f"{'would be ' if dry_run else ''}{what}: {', '.join(renewal.signed_roles)}"]
     lines += [f"{role} metadata expires {_day(date)}" for role, date in expires.items()]
     _answer(as_json, answer, lines)
 

@@ -125,7 +125,7 @@ class Declaration(BaseModel):
         return (self.pooling,) if isinstance(self.pooling, str) else self.pooling
 
 
-def tokenizer_file(path: Path, declaration: Declaration) -> Path:
+def find_tokenizer_file(path: Path, declaration: Declaration) -> Path:
     """Find the tokenizer of a model, next to its ONNX file or one folder above.
 
     Args:
@@ -149,7 +149,7 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
     return file
 
 
-def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
+def read_tokenizer(file: Path, declaration: Declaration) -> bytes:
     """Return the tokenizer of a model as the model reads texts.
 
     With `lower_case`, a normalizer that converts to lower case comes before its own, as in
@@ -183,7 +183,7 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
         ) from error
 
 
-def weight_files(path: Path) -> list[Path]:
+def list_weight_files(path: Path) -> list[Path]:
     """List an ONNX file and all files that hold weights of its tensors.
 
     Only the ONNX file is read.
@@ -259,7 +259,7 @@ def fingerprint_model(
     has a default that is left out of the JSON. All files are read at each call.
 
     Args:
-        weights: The model's files, see `weight_files`.
+        weights: The model's files, see `list_weight_files`.
         declaration: The declared facts.
         tokenizer: The file of its tokenizer, None without one.
 
@@ -303,8 +303,8 @@ def _declaring_file(path: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def read_declaration(
-    path: Path, outputs: Sequence[str], role: TextRole = "document"
+def read_text_declaration(
+    path: Path, output_names: Sequence[str], role: TextRole = "document"
 ) -> Declaration:
     """Read the declaration of an ONNX file that embeds texts.
 
@@ -316,7 +316,7 @@ def read_declaration(
 
     Args:
         path: The ONNX file; only files next to it and one folder above are read.
-        outputs: Names of the graph's outputs, at least one.
+        output_names: Names of the graph's outputs, at least one.
         role: The role of the texts. It decides which route of a Router is declared; a prefix for
             each role is always declared.
 
@@ -329,15 +329,15 @@ def read_declaration(
     if file is None:
         declaration = Declaration()
     elif file.name == MODULES:
-        declaration = _of_sentence_transformers(path, file, outputs, role)
+        declaration = _of_sentence_transformers(path, file, output_names, role)
     else:
         declaration = parse_model_file(file, Declaration)
-    if declaration.output is None and _SENTENCE_OUTPUT in outputs[1:]:
+    if declaration.output is None and _SENTENCE_OUTPUT in output_names[1:]:
         declaration = declaration.model_copy(update={"output": _SENTENCE_OUTPUT, "pooling": "none"})
     return declaration
 
 
-def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
+def read_image_declaration(path: Path) -> tuple[Declaration, Path | None]:
     """Read the declaration of an ONNX file that embeds images.
 
     Unknown keys of NAME.json are refused.
@@ -546,7 +546,7 @@ def _reading(folder: Path, path: Path, tokenizer_name: str, *, complete: bool) -
     if unknown := config.unknown(complete=complete):
         raise _not_applied(places[0], ", ".join(unknown), declare)
     lower_case = config.do_lower_case and not _lowercases(
-        tokenizer_file(path, Declaration(tokenizer=tokenizer_name))
+        find_tokenizer_file(path, Declaration(tokenizer=tokenizer_name))
     )
     file = folder / "tokenizer_config.json"
     tokenizer = _parse_if_present(file, _TokenizerConfig)

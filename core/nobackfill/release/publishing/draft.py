@@ -27,26 +27,28 @@ class Draft:
 
     Attributes:
         manifest: Its manifest.
-        files: The local file of each path that the manifest names. A side encoder that an older
-            release published (`origin_release`) needs none.
+        local_files: The local file of each path that the manifest names. A side encoder that an
+            older release published (`origin_release`) needs none.
     """
 
     manifest: Manifest
-    files: Mapping[str, Path]
+    local_files: Mapping[str, Path]
 
 
-def describe_file(path: str, local: Path) -> PublishedFile:
+def describe_file(path: str, local_file: Path) -> PublishedFile:
     """Return the entry of a manifest for a local file.
 
     Args:
         path: The path under which it is to be published.
-        local: The file.
+        local_file: The file.
 
     Raises:
         OSError: It cannot be read.
         pydantic.ValidationError: The path is not plain, or the file is empty.
     """
-    return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
+    return PublishedFile(
+        path=path, sha256=sha256_file(local_file), length=local_file.stat().st_size
+    )
 
 
 def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -> None:
@@ -90,7 +92,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
             "queries may search vectors of spaces that no published release has: "
             f"{join_few(sorted(strangers))}; export the release again"
         )
-    try_release(draft.files, manifest)
+    try_release(draft.local_files, manifest)
 
 
 def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:

@@ -62,13 +62,13 @@ class PublicationHealth:
 
     Attributes:
         releases: Numbers of the checked releases.
-        expires: When the metadata of each role expires, UTC.
-        leftovers: Files of an interrupted publish.
+        expiry_by_role: When the metadata of each role expires, UTC.
+        leftover_files: Files of an interrupted publish.
     """
 
     releases: tuple[int, ...]
-    expires: dict[Role, datetime]
-    leftovers: tuple[str, ...]
+    expiry_by_role: dict[Role, datetime]
+    leftover_files: tuple[str, ...]
 
 
 def list_releases(repo: Path) -> list[PublicationEntry]:

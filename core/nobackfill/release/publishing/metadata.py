@@ -46,15 +46,15 @@ class SigningKeys:
 
     Attributes:
         folder: Holds ROLE.pem for each role.
-        files: Files of single roles that lie elsewhere.
+        files_by_role: Files of single roles that lie elsewhere.
     """
 
     folder: Path
-    files: Mapping[Role, Path] = field(default_factory=dict)
+    files_by_role: Mapping[Role, Path] = field(default_factory=dict)
 
     @classmethod
     def of_publication(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
-        """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
+        """Return the keys of a publication folder: `<repo>.keys/`, except for `files_by_role`.
 
         Nothing is read or made.
 
@@ -65,13 +65,13 @@ class SigningKeys:
         repo = repo.absolute()
         return cls(repo.parent / f"{repo.name}.keys", files or {})
 
-    def path(self, role: Role) -> Path:
+    def key_path(self, role: Role) -> Path:
         """Return the key file of a role, whether it exists or not."""
-        return self.files.get(role, self.folder / f"{role}.pem")
+        return self.files_by_role.get(role, self.folder / f"{role}.pem")
 
-    def next_path(self, role: Role) -> Path:
+    def next_key_path(self, role: Role) -> Path:
         """Return the file of a role's new key during a rotation, whether it exists or not."""
-        path = self.path(role)
+        path = self.key_path(role)
         return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
 
     def create(self) -> dict[Role, CryptoSigner]:
@@ -83,7 +83,7 @@ class SigningKeys:
             CannotWriteError: A file cannot be written; keys of other roles may exist then.
             ConfigurationError: An existing file is no key, or others may read it.
         """
-        return {role: _load_or_make(self.path(role)) for role in ROLES}
+        return {role: _load_or_make(self.key_path(role)) for role in ROLES}
 
     def is_complete(self) -> bool:
         """Tell whether all four key files exist. Their content is not checked.
@@ -91,7 +91,7 @@ class SigningKeys:
         Raises:
             ConfigurationError: This user may not look into the folder of a key.
         """
-        return all(_exists(self.path(role)) for role in ROLES)
+        return all(_exists(self.key_path(role)) for role in ROLES)
 
     def create_next(self, role: Role) -> CryptoSigner:
         """Make the new key of a role, or return the one of an interrupted rotation.
@@ -103,7 +103,7 @@ class SigningKeys:
             CannotWriteError: The file cannot be written.
             ConfigurationError: The existing file is no key, or others may read it.
         """
-        return _load_or_make(self.next_path(role))
+        return _load_or_make(self.next_key_path(role))
 
     def find_key(self, role: Role, root: Root) -> CryptoSigner | None:
         """Find the private key of a role that root metadata accepts.
@@ -122,7 +122,7 @@ class SigningKeys:
                 or others may read it. Or this user may not read it, or look into its folder.
         """
         trusted = root.get_delegated_role(role).keyids
-        for path in (self.path(role), self.next_path(role)):
+        for path in (self.key_path(role), self.next_key_path(role)):
             signer = _load(path) if _exists(path) else None
             if signer is not None and signer.public_key.keyid in trusted:
                 return signer
@@ -142,7 +142,7 @@ class SigningKeys:
         signer = self.find_key(role, root)
         if signer is None:
             raise ConfigurationError(
-                f"the {role} key that this publication trusts is not in {self.path(role)}; "
+                f"the {role} key that this publication trusts is not in {self.key_path(role)}; "
                 + (
                     f"name its file with --{role}-key"
                     if role in ("root", "targets")
@@ -164,10 +164,10 @@ class SigningKeys:
             ConfigurationError: The new key's file is no key, cannot be read, or others may read it.
             CannotWriteError: The file cannot be moved.
         """
-        following = self.next_path(role)
+        following = self.next_key_path(role)
         trusted = root.get_delegated_role(role).keyids
         if _exists(following) and trusted == [_load(following).public_key.keyid]:
-            durable.replace_file(following, self.path(role))
+            durable.replace_file(following, self.key_path(role))
 
 
 def _load_or_make(path: Path) -> CryptoSigner:
@@ -316,7 +316,7 @@ def require_signed_metadata(repo: Path) -> SignedMetadata:
     return ledger
 
 
-def new_root(signers: dict[Role, Signer]) -> bytes:
+def make_first_root(signers: dict[Role, Signer]) -> bytes:
     """Make the first root metadata, signed by its own root key.
 
     Its version is 1; it expires after 365 days. Nothing is written.
@@ -336,7 +336,7 @@ def new_root(signers: dict[Role, Signer]) -> bytes:
     return _signed(root, [signers["root"]])
 
 
-def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer]) -> bytes:
+def make_next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer]) -> bytes:
     """Make the root metadata that follows `root`, with a new expiry.
 
     `root` is not changed, and nothing is written.
@@ -362,7 +362,7 @@ def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer])
     return _signed(following, signers)
 
 
-def next_metadata(
+def make_next_metadata(
     metadata: SignedMetadata | None,
     targets: dict[str, TargetFile] | None,
     signers: Mapping[Role, Signer],

@@ -39,8 +39,8 @@ from nobackfill.release.publishing.metadata import (
     SignedMetadata,
     SigningKeys,
     list_leftovers,
-    new_root,
-    next_metadata,
+    make_first_root,
+    make_next_metadata,
     read_root,
     read_signed_metadata,
 )
@@ -133,14 +133,14 @@ class PublishedRelease:
 
     Attributes:
         release: Number of the release.
-        files: Bytes of each file by its published path.
-        new_keys: The folder of the development keys, if this publish makes them.
+        file_sizes: Bytes of each file by its published path.
+        new_key_folder: The folder of the development keys, if this publish makes them.
         dry_run: Whether nothing was written.
     """
 
     release: int
-    files: Mapping[str, int]
-    new_keys: Path | None
+    file_sizes: Mapping[str, int]
+    new_key_folder: Path | None
     dry_run: bool
 
 
@@ -207,7 +207,7 @@ def publish(
             path = manifest_path(report.release)
             targets[path] = with_offered_share(targets[path], path, share)
         put_files(repo, files)
-        put_metadata(repo, next_metadata(ledger, targets, signers))
+        put_metadata(repo, make_next_metadata(ledger, targets, signers))
         return report
 
 
@@ -289,7 +289,7 @@ def _checked_files(repo: Path, draft: Draft, ledger: SignedMetadata | None) -> d
             "release; a release is never replaced, so give this one the next number"
         )
     unchanged = {file.path for file in manifest.files() if _is_published(file, published)}
-    files = {path: repo / path for path in unchanged} | dict(draft.files)
+    files = {path: repo / path for path in unchanged} | dict(draft.local_files)
     check_draft(Draft(manifest, files), repo, published)
     new = {
         file.path: read_verified_file(files, file)
@@ -411,7 +411,7 @@ def ensure_root(repo: Path, keys: SigningKeys) -> Root:
     """
     newest = read_root(repo)
     if newest is None:
-        first = new_root(dict(keys.create()))
+        first = make_first_root(dict(keys.create()))
         put_metadata(repo, [("1.root.json", first)])
         return verify_metadata(Root, first, None, "1.root.json")
     return newest[0]
@@ -490,5 +490,5 @@ def publish_converter(
         for name, content in files.items():
             targets[name] = TargetFile.from_data(name, content, ["sha256"])
         put_files(repo, files)
-        put_metadata(repo, next_metadata(ledger, targets, signers))
+        put_metadata(repo, make_next_metadata(ledger, targets, signers))
         return manifest

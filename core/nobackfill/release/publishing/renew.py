@@ -22,8 +22,8 @@ from nobackfill.release.publishing.metadata import (
     Role,
     SignedMetadata,
     SigningKeys,
-    next_metadata,
-    next_root,
+    make_next_metadata,
+    make_next_root,
     require_signed_metadata,
 )
 from nobackfill.release.publishing.publish import (
@@ -40,12 +40,12 @@ class Renewal:
     """The roles whose metadata was signed (or would be, in a dry run), and when each role expires.
 
     Attributes:
-        roles: The roles that were signed.
-        expires: UTC, of all roles.
+        signed_roles: The roles that were signed.
+        expiry_by_role: UTC, of all roles.
     """
 
-    roles: tuple[Role, ...]
-    expires: Mapping[Role, datetime]
+    signed_roles: tuple[Role, ...]
+    expiry_by_role: Mapping[Role, datetime]
 
 
 def metadata_expiries(metadata: SignedMetadata) -> dict[Role, datetime]:
@@ -93,9 +93,9 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
         roles = _roles_to_sign(ledger, keys)
         signers: dict[Role, Signer] = {role: keys.require_key(role, ledger.root) for role in roles}
         if "root" in roles:
-            _put_root(repo, ledger, next_root(ledger.root, {}, [signers["root"]]))
+            _put_root(repo, ledger, make_next_root(ledger.root, {}, [signers["root"]]))
         targets = dict(ledger.targets.targets) if "targets" in roles else None
-        put_metadata(repo, next_metadata(ledger, targets, signers))
+        put_metadata(repo, make_next_metadata(ledger, targets, signers))
         return Renewal(roles, metadata_expiries(_clean(repo)))
 
 
@@ -157,16 +157,16 @@ def _exchange(
     }
     if both:
         if any(len(both[role]) != len(ledger.root.roles[role].keyids) for role in both):
-            _put_root(repo, ledger, next_root(ledger.root, both, [root_signer]))
+            _put_root(repo, ledger, make_next_root(ledger.root, both, [root_signer]))
             ledger = require_signed_metadata(repo)
         others: list[Role] = ["snapshot", "timestamp"]
         signers: dict[Role, Signer] = {role: keys.require_key(role, ledger.root) for role in others}
         signers |= new
         targets = dict(ledger.targets.targets) if "targets" in new else None
-        put_metadata(repo, next_metadata(ledger, targets, signers))
+        put_metadata(repo, make_next_metadata(ledger, targets, signers))
     only: dict[Role, list[Key]] = {role: [new[role].public_key] for role in roles}
     own: list[Signer] = [new["root"]] if "root" in new else []
-    _put_root(repo, ledger, next_root(ledger.root, only, [root_signer, *own]))
+    _put_root(repo, ledger, make_next_root(ledger.root, only, [root_signer, *own]))
     settled = require_signed_metadata(repo)
     for role in roles:
         keys.finish_rotation(role, settled.root)
@@ -309,7 +309,9 @@ def _mark(
         if news is None:
             return False
         signers = load_signers(keys, ledger.root)
-        put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: news}, signers))
+        put_metadata(
+            repo, make_next_metadata(ledger, {**ledger.targets.targets, path: news}, signers)
+        )
         return True
 
 

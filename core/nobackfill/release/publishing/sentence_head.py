@@ -40,11 +40,11 @@ _TYPES = {
 }  # fmt: skip
 
 
-def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
+def pool_tokens(token_vectors: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
     """Make one vector of the vectors of a text's tokens.
 
     Args:
-        tokens: float32 [n, t, dim]; the padding comes last. It is not changed.
+        token_vectors: float32 [n, t, dim]; the padding comes last. It is not changed.
         mask: 1 for each token of the text, 0 for padding; int64 [n, t]. Each text needs at least
             one token; this is not checked. Without one, max gives -inf, the means give 0, and cls
             and lasttoken the vector of a padding.
@@ -61,15 +61,15 @@ def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
 
     def one(mode: PoolingMode) -> Vectors:
         if mode == "cls":
-            return tokens[:, 0]
+            return token_vectors[:, 0]
         if mode == "lasttoken":
-            return np.asarray(tokens[np.arange(len(tokens)), last])
+            return np.asarray(token_vectors[np.arange(len(token_vectors)), last])
         if mode == "max":
-            return np.asarray(np.where(weights > 0, tokens, -np.inf).max(1))
+            return np.asarray(np.where(weights > 0, token_vectors, -np.inf).max(1))
         shares = weights
         if mode == "weightedmean":
-            shares = weights * np.arange(1, tokens.shape[1] + 1, dtype=np.float32)[:, None]
-        total, count = (tokens * shares).sum(1), np.maximum(shares.sum(1), 1)
+            shares = weights * np.arange(1, token_vectors.shape[1] + 1, dtype=np.float32)[:, None]
+        total, count = (token_vectors * shares).sum(1), np.maximum(shares.sum(1), 1)
         return np.asarray(total / (np.sqrt(count) if mode == "mean_sqrt_len_tokens" else count))
 
     return np.concatenate([one(mode) for mode in modes], axis=1, dtype=np.float32)

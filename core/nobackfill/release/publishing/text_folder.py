@@ -37,8 +37,8 @@ from nobackfill.release.manifest import TEXT_ROLES, TextRole
 from nobackfill.release.publishing.declaration import (
     STATIC_MODULE,
     Declaration,
-    read_declaration,
     read_static_declaration,
+    read_text_declaration,
 )
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_tensors, read_weights
 from nobackfill.release.publishing.sentence_modules import MODULES, SentenceModule, read_modules
@@ -72,12 +72,12 @@ class TextFiles:
 
     Attributes:
         weights: The model's files of weights, and others whose content counts.
-        settings: How they are used.
+        declaration: How they are used.
         tokenizer: The file of the tokenizer.
     """
 
     weights: tuple[Path, ...]
-    settings: Declaration
+    declaration: Declaration
     tokenizer: Path
 
 
@@ -133,7 +133,7 @@ class TextFolder:
         return next((place for place in places if place.is_file()), None)
 
     @cached_property
-    def files(self) -> RoleFiles:
+    def files_by_role(self) -> RoleFiles:
         """Return what determines the vectors of each role, without an ONNX file; read once.
 
         Raises:
@@ -150,7 +150,7 @@ class TextFolder:
             declared = read_static_declaration(self._folder, role)
             weights = [place / WEIGHTS]
         else:
-            declared = read_declaration(self._folder / _GRAPH, _OUTPUTS, role)
+            declared = read_text_declaration(self._folder / _GRAPH, _OUTPUTS, role)
             weights = [*sorted(place.glob("*.safetensors")), place / "config.json"]
         if not weights[0].is_file() or weights[0].suffix != ".safetensors":
             raise InvalidInputError(_no_weights(place))
@@ -201,7 +201,7 @@ class TextFolder:
                 f"{error}; the ONNX export of {folder} is cached in this folder. Make it writable, "
                 "or name another one by the environment variable XDG_CACHE_HOME"
             ) from error
-        mib = sum(file.stat().st_size for file in self.files[role].weights) >> 20
+        mib = sum(file.stat().st_size for file in self.files_by_role[role].weights) >> 20
         cost = f"about {30 + mib // 30} s of a processor and {1 + mib / 190:.1f} GiB of memory"
         message = f"{folder}: exports its model ({mib} MiB) to ONNX once, with torch; takes {cost}"
         print(escape_control(message), file=sys.stderr, flush=True)
@@ -251,7 +251,7 @@ def is_model2vec(folder: Path) -> bool:
     return "embeddings" in names
 
 
-def read_table(file: Path) -> Vectors:
+def read_embedding_table(file: Path) -> Vectors:
     """Read the table of static embeddings.
 
     model2vec may store fewer rows than tokens, with the row and the weight of each token.

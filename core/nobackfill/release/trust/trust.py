@@ -320,7 +320,7 @@ class TrustedState:
         anchor: SHA-256 of the root metadata that was trusted first.
         refresh_time: Time of the latest successful refresh; a clock that is set back does not
             revive expired metadata.
-        texts: The metadata of each role, in bytes.
+        metadata_bytes: The metadata of each role, in bytes.
     """
 
     def __init__(self, anchor: str, refresh_time: datetime, texts: dict[str, bytes]) -> None:
@@ -336,11 +336,11 @@ class TrustedState:
         Raises:
             VerificationError: A signature is wrong, or a digest differs. The root metadata must
                 sign itself.
-            KeyError: A role is missing in `texts`.
+            KeyError: A role is missing in `metadata_bytes`.
         """
         self.anchor = anchor
         self.refresh_time = refresh_time
-        self.texts = texts
+        self.metadata_bytes = texts
         self.root = verify_metadata(Root, texts["root"], None, "trusted root metadata")
         self.timestamp = verify_metadata(
             Timestamp, texts["timestamp"], self.root, "trusted timestamp"
@@ -391,7 +391,7 @@ class TrustedState:
             CannotWriteError: The file cannot be written, or its folder is missing. The old file
                 stays.
         """
-        texts = {role: data.decode() for role, data in self.texts.items()}
+        texts = {role: data.decode() for role, data in self.metadata_bytes.items()}
         stored = {
             "format": 1,
             "anchor": self.anchor,
@@ -802,7 +802,7 @@ class Trust:
         with durable.lock_file(self._folder / "lock", _LOCK_SECONDS):
             durable.remove_temporary_files(self._folder)
             old = self._load()
-            trusted = old.texts if old else {}
+            trusted = old.metadata_bytes if old else {}
             root = trusted.get("root", self._root or b"")
             texts = fetch_metadata(self._fetcher, self._base_url, root, trusted)
             time = datetime.now(UTC)
@@ -812,7 +812,7 @@ class Trust:
             new.check_expiry(refresh_time)
             if self._floor is not None:
                 new.check_floor(self._floor)
-            news = old is None or old.texts != texts
+            news = old is None or old.metadata_bytes != texts
             if news or (old is not None and refresh_time - old.refresh_time > _SEEN_AGE):
                 new.save(self._folder / "trusted.json")
             self._state = new
@@ -844,7 +844,7 @@ class Trust:
         Raises:
             NotFoundError: Nothing was fetched yet.
         """
-        return self._trusted().texts["root"]
+        return self._trusted().metadata_bytes["root"]
 
     def releases(self) -> dict[int, str | None]:
         """Return the numbers of all releases, ascending, each with the reason of its withdrawal or
@@ -1055,7 +1055,7 @@ class Trust:
         if state is not None and self._root is not None:
             root = verify_metadata(Root, self._root, None, "given root metadata")
             if root.version <= state.root.version and sha256_bytes(self._root) not in (
-                state.anchor, sha256_bytes(state.texts["root"]),
+                state.anchor, sha256_bytes(state.metadata_bytes["root"]),
             ):  # fmt: skip
                 raise VerificationError(
                     f"{self._folder}: the trusted metadata in this folder began with other root "
@@ -1286,7 +1286,7 @@ class Publication:
     """The verified manifests of all releases, and the numbers of the withdrawn ones."""
 
     manifests: Mapping[int, Manifest]
-    withdrawn: frozenset[int]
+    withdrawn_releases: frozenset[int]
 
 
 def read_publication(model_repo: Path, state: Path | None = None) -> Publication:

@@ -101,7 +101,7 @@ class HaystackDocumentStore:
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
         """
-        return self.texts.gateway.status(self.texts.gallery).items
+        return self.texts.gateway.status(self.texts.gallery).item_count
 
     def filter_documents(self, filters: dict[str, Any] | None = None) -> list[Document]:
         """Return the documents that pass, in the order in which they were stored.

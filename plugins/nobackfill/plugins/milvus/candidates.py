@@ -166,7 +166,7 @@ class Candidates:
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the search.
         """
-        name = collection_name(self._database, schema, info.number)
+        name = collection_name(self._database, schema, info.table_number)
         if not self._collections.is_loaded(name):
             return None
         return self._collections.search(name, info.spec, query, k, EF)
@@ -213,7 +213,9 @@ def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
         BusyError: a statement took too long, or no connection was free (OverloadedError).
         NotFoundError: the gallery was deleted.
     """
-    labels = database.read(lambda one: journal.pending_labels(one, schema, info.number, SMALL))
+    labels = database.read(
+        lambda one: journal.pending_labels(one, schema, info.table_number, SMALL)
+    )
     return len(labels) > SMALL
 
 

@@ -118,7 +118,7 @@ class Feeder:
         def work(connection: Connection) -> int:
             if not journal.try_lock(connection, schema):
                 return 0
-            infos = {info.number: info for info in read_spaces(connection, schema)}
+            infos = {info.table_number: info for info in read_spaces(connection, schema)}
             fed = 0
             for number, labels in journal.take_pending(connection, schema, _BATCH):
                 fed += len(labels)
@@ -148,7 +148,7 @@ class Feeder:
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
             Exception: any error of `check_stop`.
         """
-        name = collection_name(self._database_id, schema, info.number)
+        name = collection_name(self._database_id, schema, info.table_number)
         sealed, last_answer = False, time.monotonic()
         while True:
             check_stop()
@@ -173,19 +173,19 @@ class Feeder:
     def _send_vectors(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
     ) -> None:
-        name = collection_name(self._database_id, schema, info.number)
-        was_fed = journal.fed_until(connection, schema, info.number) is not None
+        name = collection_name(self._database_id, schema, info.table_number)
+        was_fed = journal.fed_until(connection, schema, info.table_number) is not None
         if was_fed and not self._collections.exists(name):
             # The collection was lost: mark all of the space as pending before creating it again.
             journal.mark_all_pending(connection, schema, info)
         self._collections.make(name, info.spec)
-        table = table_name(schema, info.number)
+        table = table_name(schema, info.table_number)
         present, vectors, _ = copy_out(connection, table, labels_condition(labels), info.spec.dim)
         facets = read_facets(connection, schema, present)
         columns = [columns_of(facets.get(label, {})) for label in present.tolist()]
         moment = self._collections.upsert(name, present, vectors, columns)
         if moment:
-            journal.set_fed_until(connection, schema, info.number, moment)
+            journal.set_fed_until(connection, schema, info.table_number, moment)
             self._unsealed[schema, name] += len(present)
         self._collections.delete(name, np.setdiff1d(labels, present, assume_unique=True))
 
@@ -284,7 +284,7 @@ class Feeder:
         present = set(self._collections.names())
         spaces = self._database.read(_journaled_spaces)
         owners = {
-            collection_name(self._database_id, schema, info.number): (schema, info)
+            collection_name(self._database_id, schema, info.table_number): (schema, info)
             for schema, infos in spaces.items()
             for info in infos
         }

@@ -82,7 +82,7 @@ class MilvusGallery(PostgresqlGallery):
             for info in rows.read_spaces(connection, gallery.schema):
                 execute(
                     connection,
-                    f"DROP INDEX IF EXISTS {gallery.schema}.vectors_{info.number:d}_graph",
+                    f"DROP INDEX IF EXISTS {gallery.schema}.vectors_{info.table_number:d}_graph",
                 )
             journal.begin_journal(connection, gallery.schema)
 
@@ -178,7 +178,7 @@ def _search(
     """Search as a query does: Milvus' candidates and pending labels, ranked in the database."""
     # Read before Milvus is searched: labels that are fed since are then in both.
     new = gallery.database.read(
-        lambda one: journal.pending_labels(one, gallery.schema, info.number, limits.SMALL)
+        lambda one: journal.pending_labels(one, gallery.schema, info.table_number, limits.SMALL)
     )
     nearest = candidates.nearest_labels(gallery.schema, info, query, K)
     labels = [] if nearest is None else [*nearest, *new.tolist()]

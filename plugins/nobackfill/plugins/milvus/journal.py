@@ -110,7 +110,7 @@ def covers_all_spaces(connection: Connection, schema: str) -> bool:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     return has_journal(connection, schema) and all(
-        _is_watched(connection, table_name(schema, info.number))
+        _is_watched(connection, table_name(schema, info.table_number))
         for info in read_spaces(connection, schema)
     )
 
@@ -137,10 +137,10 @@ def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    table = table_name(schema, info.number)
+    table = table_name(schema, info.table_number)
     if not _is_watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
-            execute(connection, _TRIGGER.format(schema, event, table, which, info.number))
+            execute(connection, _TRIGGER.format(schema, event, table, which, info.table_number))
         mark_all_pending(connection, schema, info)
 
 
@@ -157,12 +157,12 @@ def mark_all_pending(connection: Connection, schema: str, info: SpaceInfo) -> No
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    execute(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
+    execute(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.table_number])
     execute(
         connection,
-        f"INSERT INTO {schema}.pending (number, label) SELECT {info.number:d}, v.label"
-        f" FROM {table_name(schema, info.number)} v WHERE NOT EXISTS"
-        f" (SELECT 1 FROM {schema}.pending p WHERE p.number = {info.number:d}"
+        f"INSERT INTO {schema}.pending (number, label) SELECT {info.table_number:d}, v.label"
+        f" FROM {table_name(schema, info.table_number)} v WHERE NOT EXISTS"
+        f" (SELECT 1 FROM {schema}.pending p WHERE p.number = {info.table_number:d}"
         " AND p.label = v.label AND NOT p.described)",
     )
 

@@ -181,7 +181,7 @@ def _can_embed(server: str) -> bool:
             lambda seconds: check(request, timeout=seconds),
             server,
             seconds=10,
-            gateways=server.count(",") + 1,
+            gateway_count=server.count(",") + 1,
         )
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -387,7 +387,7 @@ def watch(
                 typer.echo(json.dumps(by_number) if as_json else ", ".join(states))
             return
         quality = None
-        for job in gateway.watch_upgrade(gallery, by=by):
+        for job in gateway.watch_upgrade(gallery, by_key=by):
             if as_json:
                 typer.echo(json.dumps(message_to_json(job)))
                 continue

@@ -859,7 +859,9 @@ class EmbeddingService:
             try:
                 vectors = self.embed_images(manifest, [images[place] for place in places])
             except UnusableOutputError as error:
-                places = [place for row, place in enumerate(places) if row not in error.rows]
+                places = [
+                    place for row, place in enumerate(places) if row not in error.unusable_rows
+                ]
             else:
                 for row, place in enumerate(places):
                     rows[place] = vectors[row : row + 1]
@@ -967,7 +969,9 @@ class EmbeddingService:
                     manifest, [texts[place] for place in places], role
                 )
             except UnusableOutputError as error:
-                places = [place for row, place in enumerate(places) if row not in error.rows]
+                places = [
+                    place for row, place in enumerate(places) if row not in error.unusable_rows
+                ]
             except InvalidInputError as error:
                 if len(places) == 1:
                     rows[places[0]] = error
@@ -997,7 +1001,7 @@ def _run_in_batches(run: Callable[[Images], Vectors], images: Sequence[Pixels]) 
         try:
             parts.append(run(np.stack(images[start : start + LARGEST_BATCH])))
         except UnusableOutputError as error:
-            unusable += [start + row for row in error.rows]
+            unusable += [start + row for row in error.unusable_rows]
             reason = str(error)
     if unusable:
         raise UnusableOutputError(reason, unusable)

@@ -31,7 +31,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
-from nobackfill.gallery.search.view import LiveView, Snapshot, compiled_curves, parse_search_request
+from nobackfill.gallery.search.view import LiveView, Snapshot, compile_curves, parse_search_request
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import DistanceScale, Scorer
@@ -213,7 +213,10 @@ def calibrated_scores(
 
 
 def _curve_scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
-    values, beyond = curve.scores(distances).tolist(), curve.is_beyond(distances).tolist()
+    values, beyond = (
+        curve.scores(distances).tolist(),
+        curve.is_beyond_calibration(distances).tolist(),
+    )
     return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
@@ -1463,7 +1466,7 @@ def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _Prepa
         partial(encode_hit, release=part.release),
         ends,
         end.SerializeToString(),
-        compiled_curves(curves),
+        compile_curves(curves),
     )
 
 

@@ -376,7 +376,7 @@ class SearchSpeed:
         They are if the moving mean of searches is above 20 ms, or the views together compare more
         than 2^24 numbers.
         """
-        comparisons = sum(view.snapshot().compared_numbers for view in views)
+        comparisons = sum(view.snapshot().compared_number_count for view in views)
         return self._mean > _SLOW_SECONDS or comparisons > _SLOW_ELEMENTS
 
 
@@ -386,7 +386,7 @@ def is_cheap_search(snapshot: Snapshot) -> bool:
     Few means less than 2^20 for one query: dimension times the rows of the delta and of an exact
     base. The numbers that a graph compares do not count.
     """
-    return snapshot.compared_numbers < _FAST_ELEMENTS
+    return snapshot.compared_number_count < _FAST_ELEMENTS
 
 
 # Keys of `HostedGallery.state_value`: the rollout of the staging space, and why the gallery has not

@@ -13,7 +13,7 @@ import structlog
 
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.search.index import Neighbours, rank_origins
+from nobackfill.gallery.search.index import Neighbours, rank_on_native_scale
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, select_space
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
@@ -350,7 +350,7 @@ class HostedInDatabase(HostedGallery):
                 [item is not None and item.origin == "upgraded" for item in items]
             )
             migrated = is_migrated.reshape(neighbours.labels.shape)
-            neighbours = rank_origins(neighbours, migrated, part.distance_scale)
+            neighbours = rank_on_native_scale(neighbours, migrated, part.distance_scale)
         return Neighbours(neighbours.labels[:, :k], neighbours.distances[:, :k])
 
     def _table(self, space: str, excluded: str | None = None) -> SpaceTable:

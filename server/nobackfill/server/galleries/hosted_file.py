@@ -286,8 +286,8 @@ class ItemCache:
         space.
         """
         labels = change.deleted_labels.tolist() + change.metadata_labels.tolist()
-        if self._space in change.added:
-            labels += change.added[self._space][0].tolist()
+        if self._space in change.added_vectors:
+            labels += change.added_vectors[self._space][0].tolist()
         self.forget(labels)
 
 
@@ -749,7 +749,7 @@ class HostedInFile(HostedGallery):
 
         def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
             base = hnsw.renew_index(
-                spec, labels, vectors, old=old, threads=threads, after_piece=check_stop
+                spec, labels, vectors, old=old, count_threads=threads, after_piece=check_stop
             )
             return tune_graph(base, view, check_stop)
 
@@ -857,7 +857,7 @@ def index_opener(
                 "the former space has no search graph that the new one could start from"
             )
         return hnsw.rebuild_from_skeleton(
-            base.skeleton(row_hashes=False), spec, labels, vectors, check_stop
+            base.skeleton(with_row_hashes=False), spec, labels, vectors, check_stop
         )
 
     return begin

@@ -248,9 +248,9 @@ class ItemWriter:
             try:
                 return ready + self._embed_images(plan, decoded)
             except UnusableOutputError as error:
-                for row in error.rows:
+                for row in error.unusable_rows:
                     refuse(decoded[row][0], no_vector_error(plan.query_manifest))
-                decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
+                decoded = [one for row, one in enumerate(decoded) if row not in error.unusable_rows]
         return ready
 
     def _embed_images(
@@ -322,7 +322,9 @@ class ItemWriter:
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
-        embedding = vector_from_bytes(external.embedding, spec.dim, error_name=name, unit=spec.unit)
+        embedding = vector_from_bytes(
+            external.embedding, spec.dim, error_name=name, unit_norm=spec.unit
+        )
         side = None
         if external.side is not None:
             if encoder is None or external.side_space != manifest.side_space:
@@ -350,7 +352,9 @@ class ItemWriter:
             )
         upgraded = runner.run(embedding, side)
         return (
-            NewVectors(plan.query_manifest.space, upgraded.embedding, upgraded.side, "upgraded"),
+            NewVectors(
+                plan.query_manifest.space, upgraded.embedding, upgraded.side_information, "upgraded"
+            ),
             native,
         )
 
@@ -368,8 +372,8 @@ def _store(
             first.space,
             np.concatenate([ready.vectors[i].embedding for ready in group]),
             None
-            if first.side is None
-            else np.concatenate([np.asarray(ready.vectors[i].side) for ready in group]),
+            if first.side_information is None
+            else np.concatenate([np.asarray(ready.vectors[i].side_information) for ready in group]),
             first.origin,
         )
         for i, first in enumerate(group[0].vectors)
@@ -384,7 +388,7 @@ def _group_by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
     """Group items that go to the same spaces."""
     groups: dict[tuple[tuple[str, bool, str], ...], list[_ReadyPut]] = {}
     for one in ready:
-        key = tuple((new.space, new.side is None, new.origin) for new in one.vectors)
+        key = tuple((new.space, new.side_information is None, new.origin) for new in one.vectors)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 

@@ -135,8 +135,8 @@ class Healer(Reembedding[int]):
         if self._batch:
             cost, cost_before, (shortest, longest) = self.cost, self._cost_before, _FAILURE_PAUSES
             has_failed = (
-                cost.failed_items > cost_before.failed_items
-                and cost.embedded_items == cost_before.embedded_items
+                cost.failed_count > cost_before.failed_count
+                and cost.embedded_count == cost_before.embedded_count
             )
             self._pause = min(2 * self._pause or shortest, longest) if has_failed else 0.0
             self._batch, self._paused = {}, time.monotonic() + self._pause

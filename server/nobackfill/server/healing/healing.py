@@ -238,8 +238,8 @@ class HealingSeries(Collector):
             "Items re-embedded from their source, by outcome.",
             labels=["outcome"],
         )
-        embedded.add_metric(["kept"], sum(report.cost.embedded_items for report in reports))
-        embedded.add_metric(["failed"], sum(report.cost.failed_items for report in reports))
+        embedded.add_metric(["kept"], sum(report.cost.embedded_count for report in reports))
+        embedded.add_metric(["failed"], sum(report.cost.failed_count for report in reports))
         yield embedded
         yield CounterMetricFamily(
             "nobackfill_healing_read_bytes", "Bytes read from sources.",
@@ -637,8 +637,8 @@ class Healing:
                 # Two threads may close the same healer when the gateway stops.
                 if healer in self._replaced:
                     self._replaced.remove(healer)
-                    past.embedded_items += cost.embedded_items
-                    past.failed_items += cost.failed_items
+                    past.embedded_count += cost.embedded_count
+                    past.failed_count += cost.failed_count
                     past.bytes_read += cost.bytes_read
                     past.seconds += cost.seconds
 

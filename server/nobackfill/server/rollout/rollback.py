@@ -268,4 +268,4 @@ def _answering_space(hosted: HostedGallery, target: int) -> SpaceInfo | None:
     if active.spec.release <= target:
         return active if len(hosted.plan.parts) > 1 else None
     previous = [info for info in infos if info.state == "previous"]
-    return max(previous, key=lambda info: info.activated, default=None)
+    return max(previous, key=lambda info: info.activation_rank, default=None)

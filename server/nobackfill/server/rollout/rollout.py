@@ -525,8 +525,8 @@ class Rollout:
                 on_progress,
             )
             self._run.raise_if_cancelled()
-            if not outcome.stopped:
-                return outcome.left_behind
+            if not outcome.was_stopped:
+                return outcome.left_behind_count
             self._parts.upgrades.wait_while_paused(hosted.name, self._run.cancel_event.is_set)
 
     def _switch_queries(self, manifest: Manifest) -> None:

@@ -28,10 +28,10 @@ from nobackfill.release.manifest import (
     Manifest,
     TextRole,
     config_path,
-    embedder_model,
-    query_encoder_model,
-    side_encoder_model,
-    text_encoder_model,
+    embedder_model_name,
+    query_encoder_model_name,
+    side_encoder_model_name,
+    text_encoder_model_name,
 )
 from nobackfill.release.models import Images
 from nobackfill.release.text_models import TextReader
@@ -96,12 +96,12 @@ def model_names(manifest: Manifest) -> list[str]:
 
     A side-information encoder of an older release has the older release's name.
     """
-    names = [embedder_model(manifest.release)] if manifest.embedder.file else []
+    names = [embedder_model_name(manifest.release)] if manifest.embedder.file else []
     if manifest.text_encoder is not None:
         names += text_models(manifest)
     if manifest.side_encoder is not None:
         # A release may use the side-information encoder of an older one.
-        names.append(side_encoder_model(manifest.side_encoder.origin_release))
+        names.append(side_encoder_model_name(manifest.side_encoder.origin_release))
     return names
 
 
@@ -122,7 +122,9 @@ def text_model(manifest: Manifest, role: TextRole) -> str:
         NoEncoderError: the release embeds no texts.
     """
     has_query_model = role == "query" and manifest.reads_text.query_file is not None
-    return (query_encoder_model if has_query_model else text_encoder_model)(manifest.release)
+    return (query_encoder_model_name if has_query_model else text_encoder_model_name)(
+        manifest.release
+    )
 
 
 def smallest_inputs(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
@@ -141,7 +143,7 @@ def smallest_inputs(manifest: Manifest, reader: TextReader | None) -> dict[str, 
     inputs: dict[str, Inputs] = {}
     if manifest.embedder.file is not None:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
-        inputs[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
+        inputs[embedder_model_name(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
     if reader is not None:
         inputs |= dict.fromkeys(text_models(manifest), reader.largest_token_inputs)
     return inputs
@@ -402,7 +404,7 @@ class TritonModels:
         spec = manifest.embedder
         if manifest.embedder.file is None:
             raise manifest.no_images_error()
-        vectors = self._run(embedder_model(manifest.release), {"image": images}, "embedding")
+        vectors = self._run(embedder_model_name(manifest.release), {"image": images}, "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def embed_texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
@@ -459,7 +461,7 @@ class TritonModels:
         """
         if manifest.side_encoder is None:
             return None
-        name = side_encoder_model(manifest.side_encoder.origin_release)
+        name = side_encoder_model_name(manifest.side_encoder.origin_release)
         vectors = self._run(name, {"image": images}, "side")
         return _check_output(vectors, manifest.side_encoder.dim, unit=False)
 
@@ -606,8 +608,8 @@ class TritonModels:
 
 def _check_output(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
     try:
-        return check_vectors(vectors, dim, error_name="Triton's output", unit=unit)
+        return check_vectors(vectors, dim, error_name="Triton's output", unit_norm=unit)
     except UnusableRowsError as error:
-        raise UnusableOutputError(str(error), error.rows) from error
+        raise UnusableOutputError(str(error), error.unusable_rows) from error
     except InvalidInputError as error:
         raise VerificationError(str(error)) from error

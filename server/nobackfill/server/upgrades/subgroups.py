@@ -116,8 +116,8 @@ class _Measurement:
                 probes[label] = vectors
         return Subgroup(
             group.value,
-            group.items,
-            group.re_embedded,
+            group.item_count,
+            group.reembedded_count,
             len(probes),
             self._cmc1(group.value, probes, self._present),
             self._cmc1(group.value, probes, self._previous),

@@ -225,25 +225,25 @@ def estimate_cost(
         )
     )
     estimate = hosted.store.estimate_upgrade(runner, target)
-    count = hosted.store.count() - estimate.left_behind
+    count = hosted.store.count() - estimate.left_behind_count
     vectors = 4 * target.dim * count
     is_file = isinstance(hosted, HostedInFile)
     links = _ELEMENT_BYTES * count if is_file and count >= SMALL_GALLERY else 0
-    chunks = math.ceil(estimate.items / CHUNK_ROWS)
+    chunks = math.ceil(estimate.item_count / CHUNK_ROWS)
     upgrading = estimate.seconds + measuring * min(chunks, MEASUREMENTS)
     inherited, built = _index_seconds(hosted, target, count)
     return UpgradeCost(
-        item_count=estimate.items,
+        item_count=estimate.item_count,
         upgrade_seconds=opening
         + upgrading * (1 + throttle.pause_per_second)
         + measuring
         + inherited,
         index_seconds=built,
         # An index file has links only.
-        disk_bytes=estimate.bytes + links,
+        disk_bytes=estimate.growth_bytes + links,
         # Graphs hold the vectors: the inherited one, and the next one while it is built.
         memory_bytes=(2 * (vectors + links) if links else vectors) * is_file,
-        left_behind_count=estimate.left_behind,
+        left_behind_count=estimate.left_behind_count,
     )
 
 
@@ -468,7 +468,7 @@ class GalleryUpgrades:
             in_this_thread: run in this thread, and not by workers.
 
         Returns:
-            The result; its `stopped` is True after a pause or a stop.
+            The result; its `was_stopped` is True after a pause or a stop.
 
         Raises:
             PreconditionError: no upgrade leads to the release.
@@ -495,18 +495,21 @@ class GalleryUpgrades:
         measured_at: int | None = None
 
         def on_chunk(progress: UpgradeProgress) -> None:
-            rate = progress.writes / progress.seconds if progress.seconds > 0 else 0.0
+            rate = progress.written_count / progress.seconds if progress.seconds > 0 else 0.0
             self._update_job(
-                hosted.name, complete=progress.complete, total=progress.total, items_per_second=rate
+                hosted.name,
+                complete=progress.complete_count,
+                total=progress.item_count,
+                items_per_second=rate,
             )
             nonlocal measured_at
             if (
                 measured_at is None
-                or MEASUREMENTS * (progress.complete - measured_at) >= progress.total
+                or MEASUREMENTS * (progress.complete_count - measured_at) >= progress.item_count
             ):
-                measured_at = progress.complete
+                measured_at = progress.complete_count
                 self._measure_neighbours(hosted, source, spec)
-            on_progress(progress.complete)
+            on_progress(progress.complete_count)
             if workers is None:
                 throttle.pause()
 
@@ -521,8 +524,8 @@ class GalleryUpgrades:
         else:
             self.trials.try_route(route.steps)
             outcome = workers.run(hosted.store, route, spec, on_chunk, stops)
-        log.info("upgraded", gallery=hosted.name, written=outcome.writes)
-        if not outcome.stopped:
+        log.info("upgraded", gallery=hosted.name, written=outcome.written_count)
+        if not outcome.was_stopped:
             self._report_neighbours(hosted, source, spec)
         return outcome
 
@@ -759,7 +762,7 @@ class GalleryUpgrades:
         job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
         self._set_job(replace(job, re_embedded=job.re_embedded + count))
         if older:
-            previous = max(older, key=lambda info: info.activated)
+            previous = max(older, key=lambda info: info.activation_rank)
             self._report_neighbours(hosted, previous.spec, spec)
 
     def _measure_neighbours(

@@ -56,13 +56,15 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    rows = sorted({cell.name.query for cell in cells})
-    columns = sorted({cell.name.gallery for cell in cells}, key=lambda g: (g[-1], len(g), g))
+    rows = sorted({cell.name.query_release for cell in cells})
+    columns = sorted(
+        {cell.name.gallery_releases for cell in cells}, key=lambda g: (g[-1], len(g), g)
+    )
     values = np.full((len(rows), len(columns)), np.nan)
     figure = Figure(figsize=(2 + 1.5 * len(columns), 1.5 + 0.9 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for cell in cells:
-        row, column = rows.index(cell.name.query), columns.index(cell.name.gallery)
+        row, column = rows.index(cell.name.query_release), columns.index(cell.name.gallery_releases)
         values[row, column] = cell.figures["map"]
         text = f"mAP {100 * cell.figures['map']:.1f}\nCMC-1 {100 * cell.figures['cmc1']:.1f}"
         colour = "white" if cell.figures["map"] < 0.5 else "black"
@@ -295,7 +297,7 @@ def main(
             "protocol, --protocol NAME and --root FOLDER"
         )
     sets = _sets(queries, gallery, model_repo, manifests)
-    matrix = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
+    matrix = evaluate_cells(names, *sets.sides, neighbour_count=neighbours, int8=int8)
     criteria = compute_criteria(matrix, *sets.sides, independent)
     print(matrix_table(matrix, criteria))
     if picture is not None:
@@ -423,7 +425,7 @@ def _curves(
     return {
         str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)
         for cell in cells
-        if cell.name.gallery[0] != cell.name.query
+        if cell.name.gallery_releases[0] != cell.name.query_release
     }
 
 
@@ -432,7 +434,7 @@ def _figures(curve: BackfillCurve) -> dict[str, float | list[float]]:
     return {
         "mean_map": curve.area_under(curve.map),
         "mean_cmc1": curve.area_under(curve.cmc1),
-        "shares": curve.shares.tolist(),
+        "shares": curve.reembedded_shares.tolist(),
         "map": curve.map.tolist(),
         "cmc1": curve.cmc1.tolist(),
     }

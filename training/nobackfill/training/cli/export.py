@@ -392,7 +392,11 @@ def main(
             listing, None if eval_texts is None else list_texts(eval_texts), split_seed
         )
         draft = ReleaseDraft(
-            release, folder, published.manifests, model_repo, withdrawn_releases=published.withdrawn
+            release,
+            folder,
+            published.manifests,
+            model_repo,
+            withdrawn_releases=published.withdrawn_releases,
         )
         _add_foreign(
             draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of
@@ -489,10 +493,10 @@ def _measure(
     )
     update = {
         "evidence": evidence.cells,
-        "evidence_by_text": evidence.cells_by_text,
-        "unlabelled": evidence.unlabelled,
+        "evidence_by_text": evidence.text_query_cells,
+        "unlabelled": evidence.unlabelled_cells,
         "routes": evidence.routes,
-        "calibration": evidence.calibration,
+        "calibration": evidence.calibrations,
     }
     return manifest.model_copy(update=update), evidence
 
@@ -511,7 +515,7 @@ def _judge(
     the number of evaluation images that were trained on.
     """
     if evidence is not None:
-        verdict = evidence.verdict
+        verdict = evidence.gate_verdict
     elif first:
         verdict = GateVerdict(verdict="first")
     else:
@@ -535,11 +539,11 @@ def _judge(
 def _report(
     manifest: Manifest, evidence: ReleaseEvidence | None, result: PublishedRelease, as_json: bool
 ) -> None:
-    if result.new_keys is not None:
+    if result.new_key_folder is not None:
         print(
-            f"The first publish wrote DEVELOPMENT KEYS to {result.new_keys}: anybody who has them "
-            "can sign releases. Move root.pem and targets.pem offline before real devices trust "
-            "this publication",
+            f"The first publish wrote DEVELOPMENT KEYS to {result.new_key_folder}: anybody who "
+            "has them can sign releases. Move root.pem and targets.pem offline before real "
+            "devices trust this publication",
             file=sys.stderr,
         )
     if as_json:
@@ -551,7 +555,7 @@ def _report(
             "cells": [cell.model_dump() for cell in manifest.evidence],
             "unlabelled": [cell.model_dump() for cell in manifest.unlabelled],
             "routes": [route.model_dump() for route in manifest.routes],
-            "files": dict(result.files),
+            "files": dict(result.file_sizes),
         }
         print(json.dumps(summary))
         return
@@ -561,7 +565,7 @@ def _report(
     forced = ", FORCED" if manifest.gate.forced else ""
     print(
         f"release {manifest.release} {verb}: gate {manifest.gate.verdict}{forced}, "
-        f"{len(result.files)} files, {sum(result.files.values()) / 2**20:.1f} MiB"
+        f"{len(result.file_sizes)} files, {sum(result.file_sizes.values()) / 2**20:.1f} MiB"
     )
 
 

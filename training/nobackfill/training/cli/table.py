@@ -26,23 +26,23 @@ def gate_table(evidence: ReleaseEvidence) -> str:
     the order of the evidence; without cells the table has only its header. The result has no
     newline at its end.
     """
-    known = any(row.agreement_gain is not None for row in evidence.rows)
+    known = any(row.agreement_gain is not None for row in evidence.gain_rows)
     first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")
     gained = [first, mean, *(["agreement@10"] if known else [])]
     table = Table("cell", first, fifth, mean, *(f"gain {name}" for name in gained), "gate")
-    rows = {str(row): row for row in evidence.rows}
+    rows = {str(row): row for row in evidence.gain_rows}
     for cell in evidence.cells:
         row = rows.get(cell.name)
         figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
         table.add_row(cell.name, *figures, *_gains(row))
-    for cell in evidence.cells_by_text:
+    for cell in evidence.text_query_cells:
         figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
         name = f"{cell.name} by text"
         table.add_row(name, *figures, *_gains(rows.get(name)))
-    for row in evidence.rows:
-        if row.exact or row.mixture:
+    for row in evidence.gain_rows:
+        if row.float32_only or row.mixture:
             table.add_row(str(row), "", "", "", *_gains(row))
-    return "\n".join([render_table(table), *map(_without_labels, evidence.unlabelled)])
+    return "\n".join([render_table(table), *map(_without_labels, evidence.unlabelled_cells)])
 
 
 def _without_labels(cell: UnlabelledCell) -> str:
@@ -130,7 +130,7 @@ def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
         ValueError: a curve has another number of figures than of shares.
     """
     return _share_table(
-        (cell, order, title, curve.shares, values)
+        (cell, order, title, curve.reembedded_shares, values)
         for cell, orders in curves.items()
         for order, curve in orders.items()
         for title, values in (("CMC-1", curve.cmc1), ("mAP", curve.map))

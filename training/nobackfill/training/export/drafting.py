@@ -28,7 +28,7 @@ from nobackfill.release.manifest import (
     TextEncoder,
     Upgrade,
     embedder_path,
-    lowest_format,
+    lowest_manifest_format,
     release_space_id,
     side_encoder_path,
     upgrade_int8_path,
@@ -248,8 +248,8 @@ class ReleaseDraft:
         """
         assert self.embedder is not None
         return Manifest(
-            format=lowest_format(
-                self.embedder, self.text_encoder, adapts_queries=bool(self.adapters)
+            format=lowest_manifest_format(
+                self.embedder, self.text_encoder, has_query_adapter=bool(self.adapters)
             ),
             release=self.number,
             space=release_space_id(self.embedder, self.text_encoder),

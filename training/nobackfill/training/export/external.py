@@ -40,7 +40,7 @@ from nobackfill.release.manifest import (
     upgrade_int8_path,
     upgrade_path,
 )
-from nobackfill.release.publishing.declaration import hash_model_files, weight_files
+from nobackfill.release.publishing.declaration import hash_model_files, list_weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.export.drafting import Recipe, ReleaseDraft, probe_images
 from nobackfill.training.export.onnx_export import quantise, run_onnx, strip_model
@@ -135,7 +135,7 @@ def add_onnx_embedder(release: ReleaseDraft, source: Path, pixels: Pixels) -> No
         interpolation=pixels.interpolation,
     )
     release.method = "brought"
-    release.recipe["onnx_sha256"] = hash_model_files(weight_files(source))
+    release.recipe["onnx_sha256"] = hash_model_files(list_weight_files(source))
 
 
 def _load(source: Path) -> onnx.ModelProto:
@@ -390,7 +390,7 @@ def add_onnx_upgrade(release: ReleaseDraft, source: Path) -> None:
         )
     )
     name = f"upgrade_{old.release}"
-    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(weight_files(source))
+    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(list_weight_files(source))
     for key in ("pairs", "penalty"):
         if key in facts:
             release.recipe[f"{name}.{key}"] = facts[key]
@@ -450,7 +450,7 @@ def add_adapter(release: ReleaseDraft, source: Path) -> None:
         )
     )
     name = f"adapter_{old.release}"
-    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(weight_files(source))
+    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(list_weight_files(source))
     for key in ("pairs", "penalty"):
         if key in facts:
             release.recipe[f"{name}.{key}"] = facts[key]

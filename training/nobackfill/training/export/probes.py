@@ -88,11 +88,14 @@ def make_probes(release: ReleaseDraft) -> Probes:
         arrays[f"{name}/upgraded"] = result.embedding
         if upgrade.reads_side and side is not None:
             arrays[f"{name}/side"] = side
-        if upgrade.side == "maps" and result.side is not None:
-            arrays[f"{name}/upgraded_side"] = result.side
+        if upgrade.side == "maps" and result.side_information is not None:
+            arrays[f"{name}/upgraded_side"] = result.side_information
         if upgrade.int8_file is not None:
             small = open_upgrade(files, manifest, upgrade, int8=True).run(embedding, side)
-            for a, b in ((small.embedding, result.embedding), (small.side, result.side)):
+            for a, b in (
+                (small.embedding, result.embedding),
+                (small.side_information, result.side_information),
+            ):
                 if a is not None and b is not None:
                     widest = max(widest, float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()))
     for adapter in manifest.adapters:

@@ -31,12 +31,12 @@ from nobackfill.release.onnx_rules import LARGEST_FILE
 from nobackfill.release.publishing.declaration import (
     Declaration,
     describe_assumptions,
+    find_tokenizer_file,
     fingerprint_model,
     hash_model_files,
-    read_declaration,
-    tokenizer_bytes,
-    tokenizer_file,
-    weight_files,
+    list_weight_files,
+    read_text_declaration,
+    read_tokenizer,
 )
 from nobackfill.release.publishing.sentence_head import LAYER_NORM_EPSILON, Layer, PoolingMode
 from nobackfill.release.publishing.sentence_modules import MODULES
@@ -44,7 +44,7 @@ from nobackfill.release.publishing.text_folder import (
     RoleFiles,
     TextFolder,
     is_model2vec,
-    read_table,
+    read_embedding_table,
 )
 from nobackfill.terminal import escape_control
 from nobackfill.text import BatchTokenizer
@@ -447,22 +447,22 @@ def _onnx_file(source: Path, option: str) -> Path | None:
 
 
 def _read_file(file: Path, role: TextRole) -> _Reading:
-    weights, graph = weight_files(file), onnx.load(file)
+    weights, graph = list_weight_files(file), onnx.load(file)
     outputs = [output.name for output in graph.graph.output]
-    declared = read_declaration(file, outputs, role)
+    declared = read_text_declaration(file, outputs, role)
     _check_length(declared, f"max_length in {file.with_suffix('.json').name}")
-    routed = any(read_declaration(file, outputs, one) != declared for one in TEXT_ROLES)
-    tokenizer = tokenizer_file(file, declared)
+    routed = any(read_text_declaration(file, outputs, one) != declared for one in TEXT_ROLES)
+    tokenizer = find_tokenizer_file(file, declared)
     fingerprint = fingerprint_model(weights, declared, tokenizer)
-    data = tokenizer_bytes(tokenizer, declared)
+    data = read_tokenizer(tokenizer, declared)
     return _Reading(file, graph, weights, declared, data, fingerprint, routed)
 
 
 def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
     """Read a folder of sentence-transformers without an ONNX file; `path` is overwritten."""
     folder = TextFolder(source)
-    files, own = folder.files, folder.files[role]
-    declared, tokenizer = own.settings, own.tokenizer
+    files, own = folder.files_by_role, folder.files_by_role[role]
+    declared, tokenizer = own.declaration, own.tokenizer
     size = sum(one.stat().st_size for one in own.weights)
     if size > LARGEST_FILE:
         raise InvalidInputError(
@@ -471,14 +471,14 @@ def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
             "this one with `nobackfill migrate`"
         )
     if folder.is_static(role):
-        graph = _static_graph(read_table(own.weights[0]))
+        graph = _static_graph(read_embedding_table(own.weights[0]))
         data, length = _static_tokenizer(tokenizer, source)
         declared = declared.model_copy(update={"pooling": "mean", "max_length": length})
     else:
         _check_length(declared, "max_seq_length in sentence_bert_config.json")
         graph = onnx.load(folder.onnx_file(role, lambda *graph: _open_export(files, path, *graph)))
-        data = tokenizer_bytes(tokenizer, declared)
-    fingerprint = fingerprint_model(own.weights, own.settings, tokenizer)
+        data = read_tokenizer(tokenizer, declared)
+    fingerprint = fingerprint_model(own.weights, own.declaration, tokenizer)
     routed = files["query"] != files["document"]
     return _Reading(source, graph, list(own.weights), declared, data, fingerprint, routed)
 
@@ -495,10 +495,10 @@ def _open_export(
     files: RoleFiles, path: Path, graph: Path, role: TextRole
 ) -> Callable[[list[str]], Vectors]:
     """Write the release's graph of an exported ONNX file to `path`; return what embeds by it."""
-    declared, file = files[role].settings, files[role].tokenizer
+    declared, file = files[role].declaration, files[role].tokenizer
     prefix = declared.prefix_of_queries if role == "query" else declared.prefix
     inputs = _write(onnx.load(graph), declared, path)
-    tokenizer = BatchTokenizer(tokenizer_bytes(file, declared), declared.max_length, str(file))
+    tokenizer = BatchTokenizer(read_tokenizer(file, declared), declared.max_length, str(file))
     return lambda texts: _embed(path, inputs, tokenizer, [prefix + text for text in texts])
 
 

@@ -73,7 +73,7 @@ def fit_affine(x: Tensor, y: Tensor, ridge: float | None = None, group_size: int
     if ridge is None:
         _check_paired(x, y)
         rows = split_into_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
-        solution = fit_ridge(rows, group=group_size)
+        solution = fit_ridge(rows, rows_per_group=group_size)
         parts = [torch.from_numpy(part).to(x.device) for part in (solution.weight, solution.bias)]
         return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)

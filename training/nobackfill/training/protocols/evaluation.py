@@ -23,7 +23,7 @@ from nobackfill.metrics.compatibility import (
     update_gain,
     upgrade_gain,
 )
-from nobackfill.quality.cells import CellName, own_cell
+from nobackfill.quality.cells import CellName, native_cell
 from nobackfill.quality.criterion import INDEPENDENT, Judgement
 from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.release.manifest import Manifest
@@ -155,11 +155,11 @@ def evaluate_protocol(
             gallery = PublishedListing(protocol.gallery, model_repo, manifests)
         measured = {
             cell: protocol.measure(
-                *cell_vectors(cell, queries, gallery, int8=int8), queries.metric_of(cell)
+                *cell_vectors(cell, queries, gallery, int8=int8), queries.search_metric(cell)
             )
             for cell in cells
         }
-        older = [cell for cell in cells if cell.gallery[0] != cell.query]
+        older = [cell for cell in cells if cell.gallery_releases[0] != cell.query_release]
         curves = {
             str(cell): _curves(protocol, cell, queries, gallery, int8=int8)
             for cell in older
@@ -168,10 +168,13 @@ def evaluate_protocol(
     criteria = {}
     for cell in older:
         reference = independent
-        if independent is None and manifests[cell.query].method == INDEPENDENT:
-            reference = cell.query
-        ends = measured.get(own_cell(cell.gallery[0])), measured.get(own_cell(cell.query))
-        bound = None if reference is None else measured.get(own_cell(reference))
+        if independent is None and manifests[cell.query_release].method == INDEPENDENT:
+            reference = cell.query_release
+        ends = (
+            measured.get(native_cell(cell.gallery_releases[0])),
+            measured.get(native_cell(cell.query_release)),
+        )
+        bound = None if reference is None else measured.get(native_cell(reference))
         if ends[0] is not None and ends[1] is not None:
             criteria[str(cell)] = figure_criteria(measured[cell], ends[0], ends[1], bound)
     return ProtocolReport(
@@ -222,7 +225,10 @@ def _curves(
     the upgrade predicts it. There are none if old and new vectors cannot be one gallery: they have
     other dimensions, or queries pass an adapter.
     """
-    served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)
+    served, native = (
+        gallery.vectors_along(cell.gallery_releases, int8=int8),
+        gallery.native_vectors(cell.query_release),
+    )
     if served.embedding.shape != native.shape or queries.query_adapter(cell) is not None:
         return {}
     orders = {"random": ReembeddingOrder(random_order(len(native), 0))}
@@ -233,13 +239,13 @@ def _curves(
         orders["uncertainty"] = ReembeddingOrder(uncertainty_order(served.uncertainty))
     curves = {}
     for name, order in orders.items():
-        shares = np.asarray(order.shares, np.float64)
+        shares = np.asarray(order.measured_shares, np.float64)
         points = []
         for count in np.round(shares * len(native)).astype(int).tolist():
             mixed = served.embedding.copy()
-            mixed[order.items[:count]] = native[order.items[:count]]
-            vectors = queries.native(cell.query)
-            points.append(protocol.measure(vectors, mixed, queries.metric(cell.query)))
+            mixed[order.item_order[:count]] = native[order.item_order[:count]]
+            vectors = queries.native_vectors(cell.query_release)
+            points.append(protocol.measure(vectors, mixed, queries.metric(cell.query_release)))
         figures = {name: np.array([point[name] for point in points]) for name in points[0]}
         curves[name] = ProtocolCurve(shares, figures)
     return curves

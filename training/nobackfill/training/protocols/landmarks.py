@@ -300,7 +300,7 @@ def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
     order is that of the queries. Relevant images that the ranking lacks count as not found.
     """
     values = []
-    for ranks, relevant in zip(ranking.ranks, ranking.relevant, strict=True):
+    for ranks, relevant in zip(ranking.ranks, ranking.relevant_counts, strict=True):
         if not relevant:
             values.append(np.nan)
             continue

@@ -161,7 +161,7 @@ class TaskRunner:
 
 def _run_task(task: PageTask, work: Callable[[Output], str]) -> None:
     try:
-        task.outcome = work(_TaskOutput(bars=False, task=task)) or "done"
+        task.outcome = work(_TaskOutput(show_progress=False, task=task)) or "done"
     except NobackfillError as error:
         task.has_failed = True
         task.outcome = str(error)
@@ -229,7 +229,7 @@ class CachedSearches:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
-        previous = self._device.previous()
+        previous = self._device.previous_space()
         try:
             return None if previous is None else self._cached_search(previous.spec)
         except IncompatibleSpaceError:
@@ -296,7 +296,7 @@ class CachedSearches:
                     name: one for name, one in self._encoders.items() if name in self._cached
                 }
                 self._encoders[spec.space] = ReleaseEncoder(
-                    self._device.models, manifest, side=False
+                    self._device.models, manifest, with_side=False
                 )
             return self._encoders[spec.space]
 
@@ -662,7 +662,7 @@ class ReleasePages:
         """
         return self._site.respond_with_page(
             request, "release.html.j2", gallery=status(self._device), size=format_bytes,
-            task=self._desk.task, manifest=self._device.active(),
+            task=self._desk.task, manifest=self._device.active_manifest(),
         )  # fmt: skip
 
     def preview(self, request: Request) -> Response:
@@ -676,7 +676,7 @@ class ReleasePages:
             OSError: a file of the models folder cannot be read.
         """
         try:
-            report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
+            report = sync(self._device, SyncOptions(dry_run=True), Output(show_progress=False))
         except NobackfillError as error:
             # Without a network this is no error of the person who looks.
             return self._site.respond_with_page(request, "notice.html.j2", sentence=str(error))
@@ -747,7 +747,7 @@ class ReleasePages:
             items = [item]
 
             def one(output: Output) -> str:
-                count = re_embed_items(self._device, self._device.active(), items, output)
+                count = re_embed_items(self._device, self._device.active_manifest(), items, output)
                 return "Re-embedded from its file." if count else (
                     "Not re-embedded: its file is gone or was changed, and the vault has no copy."
                 )  # fmt: skip
@@ -757,7 +757,7 @@ class ReleasePages:
         most = _parse_number("the number of pictures", form.get("count", ""), _MOST_ITEMS)
 
         def work(output: Output) -> str:
-            count = re_embed(self._device, self._device.active(), most, output)
+            count = re_embed(self._device, self._device.active_manifest(), most, output)
             return f"{count} of the least certain items were re-embedded from their files."
 
         self._desk.start("Re-embedding", work)

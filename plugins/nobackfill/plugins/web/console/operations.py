@@ -514,7 +514,7 @@ class Operations:
         progress, why = None, ""
         with self._sessions.open_caller(request) as gateway:
             gallery = gateway.get_gallery(name)
-            reports = gateway.watch_upgrade(name, by=by)
+            reports = gateway.watch_upgrade(name, by_key=by)
             try:
                 progress = next(reports, None)
             except NobackfillError as error:

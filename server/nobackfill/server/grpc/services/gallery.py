@@ -335,8 +335,8 @@ def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
         carried=progress.migrated_count,
         today=progress.begun_today,
         a_day=progress.daily_limit,
-        embedded=cost.embedded_items,
-        failed=cost.failed_items,
+        embedded=cost.embedded_count,
+        failed=cost.failed_count,
         bytes_read=cost.bytes_read,
     )
     if context.current_call().principal.role is Role.ADMIN:

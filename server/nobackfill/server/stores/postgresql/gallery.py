@@ -442,7 +442,7 @@ class PostgresqlGallery(Reads):
             GalleryDeletedError: the gallery was deleted.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        number = self.space(space).number
+        number = self.space(space).table_number
         self.database.run_outside_transaction(
             lambda connection: advance_frontier(connection, self.schema, number)
         )
@@ -681,7 +681,7 @@ class PostgresqlGalleries:
                 writes.create_staging_space(connection, schema_name, spec)
                 writes.flip(connection, schema_name, spec.space, leave_behind=False)
             for info in rows.read_spaces(connection, schema_name):
-                for statement in schema.index_statements(schema_name, info.number, info.spec):
+                for statement in schema.index_statements(schema_name, info.table_number, info.spec):
                     execute(connection, statement)
             rows.set_state(connection, schema_name, state)
             notify_gateways(connection)

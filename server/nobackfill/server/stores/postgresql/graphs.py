@@ -106,7 +106,7 @@ def draw_probes(
         psycopg.Error: a statement failed.
         NobackfillError: whatever `check_stop` raises.
     """
-    table, spec = table_name(schema, info.number), info.spec
+    table, spec = table_name(schema, info.table_number), info.spec
     sample = random_labels(connection, table, PROBES)
     queries = copy_out(connection, table, labels_condition(sample), spec.dim)[1]
     if spec.metric == "cosine":
@@ -227,7 +227,7 @@ def build_graph(database: Database, schema: str, info: SpaceInfo) -> None:
         psycopg.Error: another call builds the same graph at this time; otherwise the later call
             builds it again.
     """
-    statements = index_statements(schema, info.number, info.spec, "CONCURRENTLY")
+    statements = index_statements(schema, info.table_number, info.spec, "CONCURRENTLY")
     try:
         # Outside the pool, because it may take hours.
         with database.connect() as connection:
@@ -289,4 +289,4 @@ def graph_name(info: SpaceInfo) -> str:
 
     The graph itself may not exist.
     """
-    return f"vectors_{info.number:d}_graph"
+    return f"vectors_{info.table_number:d}_graph"

@@ -63,7 +63,7 @@ class DatabaseLedger:
 
     def __init__(self, gallery: PostgresqlGallery, space: str) -> None:
         self._database, self._schema = gallery.database, gallery.schema
-        self._table = table_name(gallery.schema, gallery.space(space).number)
+        self._table = table_name(gallery.schema, gallery.space(space).table_number)
         self._next_count, self._count = 0.0, -1
 
         def work(connection: Connection) -> None:

@@ -77,8 +77,8 @@ class PostgresqlWindows:
         self._database = database
         self._source = database.read(lambda connection: find_space(connection, schema, source))
         spaces = database.read(lambda connection: read_spaces(connection, schema))
-        target_numbers = [info.number for info in spaces if info.spec.space == target.space]
-        self._table = table_name(schema, self._source.number)
+        target_numbers = [info.table_number for info in spaces if info.spec.space == target.space]
+        self._table = table_name(schema, self._source.table_number)
         self._target, self._frontier = "", 0
         if target_numbers:
             self._target = table_name(schema, target_numbers[0])
@@ -256,7 +256,7 @@ class Reads:
         )
 
     def _table(self, space: str) -> str:
-        return table_name(self.schema, self.space(space).number)
+        return table_name(self.schema, self.space(space).table_number)
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
         """Return the labels of the ids that exist, int64, increasing; others are skipped; see
@@ -349,7 +349,7 @@ class Reads:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         info = self.space(space)
-        table = table_name(self.schema, info.number)
+        table = table_name(self.schema, info.table_number)
         return self.database.read(
             lambda connection: copy_out(connection, table, "TRUE", info.spec.dim)
         )[:2]
@@ -369,7 +369,7 @@ class Reads:
         return found if len(found) else None
 
     def _read_vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
-        table = table_name(self.schema, info.number)
+        table = table_name(self.schema, info.table_number)
         return self.database.read(
             lambda connection: copy_out(connection, table, labels_condition(labels), info.spec.dim)
         )[1]
@@ -563,7 +563,7 @@ class Reads:
         """
         info = self.space(space)
         return self.database.read(
-            lambda connection: count_left_behind(connection, self.schema, info.number)
+            lambda connection: count_left_behind(connection, self.schema, info.table_number)
         )
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
@@ -583,7 +583,7 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        number = self.space(space).number
+        number = self.space(space).table_number
 
         def work(connection: Connection) -> list[StoredItem]:
             last = read_frontier(connection, self.schema, number)
@@ -619,12 +619,14 @@ class Reads:
         first, second = self.space(space), self.space(other)
 
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
-            drawn = rows.random_labels(connection, table_name(self.schema, second.number), count)
-            labels = labels_in_table(connection, table_name(self.schema, first.number), drawn)
+            drawn = rows.random_labels(
+                connection, table_name(self.schema, second.table_number), count
+            )
+            labels = labels_in_table(connection, table_name(self.schema, first.table_number), drawn)
             pair = [
                 copy_out(
                     connection,
-                    table_name(self.schema, info.number),
+                    table_name(self.schema, info.table_number),
                     labels_condition(labels),
                     info.spec.dim,
                 )[1]

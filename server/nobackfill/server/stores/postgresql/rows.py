@@ -219,7 +219,7 @@ def read_items(
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
-        table = table_name(schema, find_space(connection, schema, space).number)
+        table = table_name(schema, find_space(connection, schema, space).table_number)
         of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v USING (label)"
     rows = execute(
         connection,
@@ -286,7 +286,7 @@ def count_rows(connection: Connection, schema: str, space: str | None) -> int:
     """
     table = f"{schema}.items"
     if space is not None:
-        table = table_name(schema, find_space(connection, schema, space).number)
+        table = table_name(schema, find_space(connection, schema, space).table_number)
     total: int = execute(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
     return total
 
@@ -305,7 +305,7 @@ def stored_rows(
     """
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
-        f" FROM {table_name(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
+        f" FROM {table_name(schema, info.table_number)} WHERE label = ANY(%s) ORDER BY label"
     )
     found = execute(connection, query, [labels.tolist()]).fetchall()
     columns = [[row[place] for row in found] for place in range(5)]

@@ -312,7 +312,7 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
         f"INSERT INTO {schema}.spaces (space, release, dim, metric, unit, side_space, side_dim,"
         " state, activated) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s) RETURNING number",
         [
-            spec.space, spec.release, spec.dim, spec.metric, spec.unit, spec.side_space,
+            spec.space, spec.release, spec.dim, spec.metric, spec.unit_norm, spec.side_space,
             spec.side_dim, state, int(state == "active"),
         ],
     ).fetchone()[0]  # fmt: skip

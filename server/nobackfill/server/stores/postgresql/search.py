@@ -135,13 +135,13 @@ class SpaceTable:
         self.spec: SpaceSpec = info.spec
         self.ef = ef
         self.schema = schema
-        self.space_number = info.number
-        self.table_name = table_name(schema, info.number)
+        self.space_number = info.table_number
+        self.table_name = table_name(schema, info.table_number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
-        self._excluded = None if excluded is None else excluded.number
+        self._excluded = None if excluded is None else excluded.table_number
         self._exclusion = ""
         if excluded is not None:
-            other = table_name(schema, excluded.number)
+            other = table_name(schema, excluded.table_number)
             self._exclusion = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
 
     def remaining_labels(self, connection: Connection) -> list[int] | None:
@@ -325,7 +325,7 @@ def search(
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     checked = [
-        check_vectors(queries, table.spec.dim, error_name="queries", unit=table.spec.unit)
+        check_vectors(queries, table.spec.dim, error_name="queries", unit_norm=table.spec.unit_norm)
         for table, queries in requests
     ]
 

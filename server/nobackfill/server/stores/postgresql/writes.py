@@ -82,7 +82,7 @@ def insert_items(
     write_metadata(connection, schema, [(label, text) for label, text in changes if text])
     written = []
     for checked in vectors:
-        table = table_name(schema, checked.info.number)
+        table = table_name(schema, checked.space_info.table_number)
         is_missing = np.ones(len(labels), np.bool_)
         missing = checked
         if kept.any():
@@ -193,10 +193,18 @@ def insert_vectors(
         psycopg.Error: the statement fails, as for a label that has a row and no `replace`.
         ValueError: there are several vectors, and another number of labels.
     """
-    table = table_name(schema, checked.info.number)
+    table = table_name(schema, checked.space_info.table_number)
     if replace and len(labels):
         execute(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
-    copy_in(connection, table, labels, checked.origin, uncertainty, checked.embedding, checked.side)
+    copy_in(
+        connection,
+        table,
+        labels,
+        checked.origin,
+        uncertainty,
+        checked.embedding,
+        checked.side_information,
+    )
 
 
 def lock_items(connection: Connection, schema: str, where: str, values: Sequence[object]) -> Labels:
@@ -236,7 +244,7 @@ def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
     if not len(labels):
         return
     for info in read_spaces(connection, schema):
-        table = table_name(schema, info.number)
+        table = table_name(schema, info.table_number)
         execute(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
     execute(connection, f"DELETE FROM {schema}.items WHERE label = ANY(%s)", [labels.tolist()])
 
@@ -450,7 +458,7 @@ def write_vectors(
         IncompatibleSpaceError: the gallery does not have the space.
         psycopg.Error: the statement fails; the caller translates it.
     """
-    info = rows.find_space(connection, schema, checked.info.spec.space)
+    info = rows.find_space(connection, schema, checked.space_info.spec.space)
     order = np.argsort(labels)
     existing = rows.label_column(
         execute(
@@ -460,7 +468,7 @@ def write_vectors(
         )
     )
     if not replace:
-        present = labels_in_table(connection, table_name(schema, info.number), labels)
+        present = labels_in_table(connection, table_name(schema, info.table_number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
     selection = order[find_label_rows(labels[order], existing)]
     selected = checked.select(selection)
@@ -529,21 +537,21 @@ def previous_space(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
             "this gallery has no older release to roll back to: it was created with the present "
             "release, or `gateway retire` has removed the older vectors"
         )
-    return max(previous, key=lambda info: info.activated)
+    return max(previous, key=lambda info: info.activation_rank)
 
 
 def _activate(
     connection: Connection, schema: str, target: SpaceInfo, old_state: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_complete(count_left_behind(connection, schema, target.number), target)
+        ensure_complete(count_left_behind(connection, schema, target.table_number), target)
     spaces = f"{schema}.spaces"
     execute(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_state])
     execute(
         connection,
         f"UPDATE {spaces} SET state = 'active', activated = (SELECT max(activated) + 1"
         f" FROM {spaces}) WHERE number = %s",
-        [target.number],
+        [target.table_number],
     )
 
 
@@ -560,5 +568,5 @@ def drop_space(connection: Connection, schema: str, space: str) -> None:
     """
     info = rows.find_space(connection, schema, space)
     ensure_not_active(info)
-    execute(connection, f"DROP TABLE {table_name(schema, info.number)}")
-    execute(connection, f"DELETE FROM {schema}.spaces WHERE number = %s", [info.number])
+    execute(connection, f"DROP TABLE {table_name(schema, info.table_number)}")
+    execute(connection, f"DELETE FROM {schema}.spaces WHERE number = %s", [info.table_number])

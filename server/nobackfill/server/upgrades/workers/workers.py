@@ -255,7 +255,7 @@ class WorkerUpgrades:
             should_stop: called before each piece; True stops the upgrade.
 
         Returns:
-            The result; its `stopped` is True if `should_stop` was.
+            The result; its `was_stopped` is True if `should_stop` was.
 
         Raises:
             UnavailableError, BusyError, VerificationError, InvalidInputError,
