@@ -46,7 +46,7 @@ def test_workers_want_a_database_and_one_kind(given: dict[str, object]) -> None:
 
 def test_errors_come_whole_from_another_process() -> None:
     error = pickle.loads(pickle.dumps(UnusableOutputError("no vector", [3, 5])))
-    assert (str(error), error.rows) == ("no vector", (3, 5))
+    assert (str(error), error.unusable_rows) == ("no vector", (3, 5))
     assert isinstance(error, NobackfillError)
 
 

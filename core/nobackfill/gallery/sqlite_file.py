@@ -697,7 +697,7 @@ def _state_value(text: Any, key: str) -> Any:
     try:
         _state_json(value).encode()
     except (ValueError, RecursionError) as error:
-        raise DamagedError(None, f"state {key} is no value that a gallery stores") from error
+        raise DamagedError(None, f"its state has an unusable value of {key!r}") from error
     return value
 
 
