@@ -27,7 +27,7 @@ from nobackfill.adopt.judgement import (
     figures_from_vectors,
     judge_fusion,
     query_item_distances,
-    rank_by_option,
+    ranking_values_by_option,
 )
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
@@ -112,7 +112,7 @@ class Trial:
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, are_gallery_items=True)
             adapted = query_item_distances(self.fitted_verdict.adapter(every.new), every.old)
-            blocks = rank_by_option(every, asked, self.fitted_verdict.joining) | {
+            blocks = ranking_values_by_option(every, asked, self.fitted_verdict.joining) | {
                 ADAPTER_OPTION: adapted
             }
             for way, block in blocks.items():

@@ -22,7 +22,7 @@ from nobackfill.adopt.judgement import (
     Queries,
     judge_fusion,
     judge_options,
-    rank_by_option,
+    ranking_values_by_option,
 )
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
@@ -151,7 +151,7 @@ def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
     source = Watched(open_source(store))
     gallery = JudgedGallery(MADE.old, MAP(MADE.old), MADE.new)
     asked = MADE.queries
-    judged = np.isfinite(rank_by_option(gallery, asked, JOINING)["both"])
+    judged = np.isfinite(ranking_values_by_option(gallery, asked, JOINING)["both"])
     with closing(
         Dual.open(
             source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", NewModel(),

@@ -327,17 +327,18 @@ def cross_fit(
     return results
 
 
-def choose_strength(pairs: Pairs, rows: Ints, moments: Moments) -> AffineStrength:
+def choose_strength(pairs: Pairs, rows: Ints, solving_moments: Moments) -> AffineStrength:
     """Choose the parameters of affine maps by leave-one-out among some rows of pairs.
 
     Args:
         pairs: Pairs, maybe with queries as further pairs.
         rows: Rows to leave out in turn, int [m]: items alone, because an item and its query are too
             alike for one to test the other.
-        moments: The moments that maps are solved from. The penalty is a multiple of their variance.
+        solving_moments: The moments that maps are solved from later. The penalty is a multiple of
+            their variance.
 
     Returns:
-        Parameters whose penalty is in multiples of the variance of `moments`.
+        Parameters whose penalty is in multiples of the variance of `solving_moments`.
 
     Raises:
         ValueError: There are fewer than 2 rows, or a vector is not finite.
@@ -345,9 +346,9 @@ def choose_strength(pairs: Pairs, rows: Ints, moments: Moments) -> AffineStrengt
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.from_blocks(blocks())
     penalty = MapSolver(of_items).choose_strength(blocks)
-    if of_items.row_count == moments.row_count:
+    if of_items.row_count == solving_moments.row_count:
         return penalty
-    share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(moments.gram)))
+    share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(solving_moments.gram)))
     return replace(penalty, penalty=share * penalty.penalty)
 
 

@@ -532,12 +532,12 @@ def judge_fusion(
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
-    ways = rank_by_option(gallery, queries, rank_fusion, migrated_distances)
+    ways = ranking_values_by_option(gallery, queries, rank_fusion, migrated_distances)
     figures, _ = measure_figures(ways["re-embed"], queries)
     return {name: figures(block) for name, block in ways.items()}
 
 
-def rank_by_option(
+def ranking_values_by_option(
     gallery: JudgedGallery,
     queries: Queries,
     rank_fusion: FittedRankFusion,

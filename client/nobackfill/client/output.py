@@ -51,20 +51,20 @@ class Output:
         """
         print(escape_control(line), file=sys.stderr)
 
-    def print_reasons(self, reasons: Mapping[str, str]) -> None:
+    def print_reasons(self, reason_by_name: Mapping[str, str]) -> None:
         """Print one remark on stderr for each reason, with the names that it applies to.
 
         Notes come in the order in which each reason first occurs. A note lists three names, and
         counts the others.
 
         Args:
-            reasons: the reason by name; empty prints nothing.
+            reason_by_name: the reason of each name, such as a file; empty prints nothing.
 
         Raises:
             OSError: stderr cannot be written.
         """
         names_of: dict[str, list[str]] = {}
-        for name, reason in reasons.items():
+        for name, reason in reason_by_name.items():
             names_of.setdefault(reason, []).append(name)
         for reason, names in names_of.items():
             self.print_note(f"{join_few(names)}: {reason}")

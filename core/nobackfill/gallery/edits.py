@@ -97,15 +97,19 @@ class EditableStore(Protocol):
         ...
 
     def change_some_metadata(
-        self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
+        self,
+        labels: Labels,
+        condition: Filter | None,
+        values_to_set: Metadata,
+        keys_to_remove: Collection[str],
     ) -> int:
         """Change the metadata of items that exist and pass the filter now; others are skipped.
 
         Args:
             labels: int64 [n], the items; n may be 0.
             condition: The filter; None changes all of `labels`.
-            values: Values to set, by key, as `metadata_json` accepts them.
-            remove: Keys to remove first; unknown ones are ignored.
+            values_to_set: Values to set, by key, as `metadata_json` accepts them.
+            keys_to_remove: Keys to remove first; unknown ones are ignored.
 
         Returns:
             Number of these items, whether their metadata differs or not.

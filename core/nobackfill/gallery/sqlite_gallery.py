@@ -70,24 +70,29 @@ class SqliteGallery(Store):
         return edits.delete_in_file(self, edits.Selection(labels, condition))
 
     def change_some_metadata(
-        self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
+        self,
+        labels: Labels,
+        condition: Filter | None,
+        values_to_set: Metadata,
+        keys_to_remove: Collection[str],
     ) -> int:
         """Change the metadata of items that exist and pass the filter now, in one transaction.
 
-        Keys of `remove` are removed first, then `values` are set. Other keys stay.
+        Keys of `keys_to_remove` are removed first, then `values_to_set` are set. Other keys stay.
 
         Args:
             labels: int64 [n], the items; n may be 0.
             condition: The filter, which `check_filter` has accepted; None changes all of `labels`.
-            values: Values to set, by key.
-            remove: Keys to remove; unknown ones are ignored.
+            values_to_set: Values to set, by key.
+            keys_to_remove: Keys to remove; unknown ones are ignored.
 
         Returns:
             Number of these items, whether their metadata differs or not.
 
         Raises:
-            InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
-                nothing is changed. Without items that pass, `values` are not checked.
+            InvalidInputError: Invalid `values_to_set`, or the metadata of an item would become too
+                large; nothing is changed. Without items that pass, `values_to_set` are not
+                checked.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
             Exception: An error of a listener; the change stays committed, and later listeners are
@@ -96,7 +101,7 @@ class SqliteGallery(Store):
         from nobackfill.gallery import edits
 
         return edits.change_metadata_in_file(
-            self, edits.Selection(labels, condition), values, remove
+            self, edits.Selection(labels, condition), values_to_set, keys_to_remove
         )
 
     def list_page(

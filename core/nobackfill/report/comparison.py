@@ -64,8 +64,8 @@ class Comparison:
         measured_seconds: Measured times.
     """
 
-    old: Manifest
-    new: Manifest
+    old_manifest: Manifest
+    new_manifest: Manifest
     route: tuple[int, ...]
     pictures: ImageListing
     cells: Mapping[str, CellFigures]
@@ -169,8 +169,8 @@ def compare(
         cell = names["new/served"]
         curves = backfill_curves(cell, images, images, relevance, ORDERS, int8=True)
     return Comparison(
-        old=manifests[old],
-        new=manifests[new],
+        old_manifest=manifests[old],
+        new_manifest=manifests[new],
         route=route,
         pictures=pictures,
         cells=cells,

@@ -249,7 +249,7 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
     for figure in PAPER_FIGURES[data]:
         map_ = "-" if figure.map is None else f"{figure.map:.1f}"
         published = f"{figure.cmc1:.1f} / {map_}"
-        ours = format_pair(rows.get(figure.row), figure.cell)
+        ours = format_cmc1_and_map(rows.get(figure.row), figure.cell)
         lines.append(f"| {figure.row} | {figure.cell} | {published} | {ours} | {figure.source} |")
     return lines
 
@@ -284,24 +284,24 @@ def table_head(*titles: str) -> list[str]:
     return [f"| {' | '.join(('method', *titles))} |", "|---" * (len(titles) + 1) + "|"]
 
 
-def format_pair(row: RowResult | None, cell: str) -> str:
+def format_cmc1_and_map(method_row: RowResult | None, cell: str) -> str:
     """Format CMC-1 and mAP of a cell in percent, such as "45.1 / 32.0 ± 0.4".
 
     The deviation is mAP's over seeds; it is left out for one seed.
 
     Args:
-        row: the row; None if it was not run.
+        method_row: the method_row; None if it was not run.
         cell: the cell, such as "new/old".
 
     Returns:
-        The text; "-" without a row, or without this cell.
+        The text; "-" without a method_row, or without this cell.
 
     Raises:
         KeyError: the cell lacks cmc1 or map.
     """
-    if row is None or cell not in row.cells:
+    if method_row is None or cell not in method_row.cells:
         return "-"
-    (cmc1, _), (map_, deviation) = (row.cells[cell][figure] for figure in FIGURES)
+    (cmc1, _), (map_, deviation) = (method_row.cells[cell][figure] for figure in FIGURES)
     spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
     return f"{100 * cmc1:.1f} / {100 * map_:.1f}{spread}"
 
@@ -403,10 +403,12 @@ def _limits(results: Results) -> str:
 def _table(results: Results) -> list[str]:
     lines = table_head(*TITLES, *UNSEEN_TITLES)
     for name, row, unseen in _both(results):
-        fields = [format_pair(row, cell) for cell in ENDS]
+        fields = [format_cmc1_and_map(row, cell) for cell in ENDS]
         flips = None if row is None else row.extras["negative_flips"]
         fields += [format_kept_share(row), _percent(flips)]
-        fields += [format_pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
+        fields += [
+            format_cmc1_and_map(unseen, cell) for cell in ("old/old", "new/new", "new/served")
+        ]
         label = row_label(name, row or unseen, results)
         lines.append(f"| {label} | {' | '.join((*fields, format_kept_share(unseen)))} |")
     return lines
@@ -467,7 +469,9 @@ def _backfills(results: Results) -> list[str]:
         *table_head("served", *cells.values(), "new/new"),
         *(
             f"| {name} | "
-            + " | ".join(format_pair(row, cell) for cell in ("new/served", *cells, "new/new"))
+            + " | ".join(
+                format_cmc1_and_map(row, cell) for cell in ("new/served", *cells, "new/new")
+            )
             + " |"
             for name, row in measured.items()
         ),
@@ -753,11 +757,11 @@ def format_short_table(results: Results, link: str, *, brief: bool = False) -> l
         label = row_label(name, row, results)
         label = f"**{label}**" if name == OURS else label
         fields = [
-            format_pair(row, SERVED),
+            format_cmc1_and_map(row, SERVED),
             format_kept_share(row),
             f"{100 * row.extras['negative_flips']:.1f}",
         ]
-        fields += [format_pair(unseen, SERVED), format_kept_share(unseen)]
+        fields += [format_cmc1_and_map(unseen, SERVED), format_kept_share(unseen)]
         lines.append(f"| {label} | {' | '.join(fields)} |")
     left_out = len(results.main.rows) - len(shown)
     caption = _rivals(results, link) if brief else _caption(results, link, left_out)
@@ -832,9 +836,8 @@ def _caption(results: Results, link: str, left_out: int) -> list[str]:
     if best := describe_reference_rows(results):
         notes.append(f"*Kept* is held to the best new/new: {best}.")
     old = [part.rows[next(iter(part.rows))] for part in results.splits.values()]
-    notes.append(
-        f"The old model alone: {', on unseen classes '.join(format_pair(r, ALONE) for r in old)}."
-    )
+    alone = ", on unseen classes ".join(format_cmc1_and_map(row, ALONE) for row in old)
+    notes.append(f"The old model alone: {alone}.")
     link_text = (
         f"{left_out} rows, below ours in each of these columns or in settings of their own, are "
         f"left out: [the whole table]({link})"

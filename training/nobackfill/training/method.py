@@ -159,7 +159,7 @@ class UpgradeMethod:
         reads_labels: whether a configuration uses labels.
         option_values: options that the key `choose` may name, with candidate values, the default
             first.
-        trained_variants: for some of these options, a function that applies a value to a trained
+        variant_makers: for some of these options, a function that applies a value to a trained
             upgrade.
     """
 
@@ -168,6 +168,6 @@ class UpgradeMethod:
     solve: Callable[[UpgradeNetwork, UpgradeInputs], None] | None = None
     reads_labels: Callable[[UpgradeConfig], bool] = lambda config: False
     option_values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    trained_variants: Mapping[str, Callable[[UpgradeNetwork, float], UpgradeNetwork]] = field(
+    variant_makers: Mapping[str, Callable[[UpgradeNetwork, float], UpgradeNetwork]] = field(
         default_factory=dict
     )

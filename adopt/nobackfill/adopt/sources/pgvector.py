@@ -541,11 +541,12 @@ class PgvectorSource:
             there = made is not None or target.name in self._table.columns
             # After a flip, carry fills the rows without a new vector.
             flipped = self._flipped(target)
+            # A column of somebody else is not removed.
+            removal = ", or remove the column with `nobackfill carry --rollback`" if made else ""
             if there and made != target.computer_digest and not flipped:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
-                    "by this map; choose another --to, or remove the column with `nobackfill carry "
-                    "--rollback`"
+                    f"by this map; choose another --to{removal}"
                 )
             if not there:
                 names = self._names(target.name)
@@ -580,12 +581,12 @@ class PgvectorSource:
         """
         noted = self._table.comment_facts(target.name).get("triggers")
         if existed and noted != triggers.states_digest and self.count_vectors(target.name):
-            sentence = stale_sentence(
-                f"column {target.name!r}", self._confirmation(target.name, triggers)
-            )
+            confirmation = self._confirmation(target.name, triggers)
+            sentence = stale_sentence(f"column {target.name!r}", confirmation)
             raise AlreadyExistsError(
-                f"{self._table.name}: {sentence}. Otherwise remove the column with `nobackfill "
-                "carry --rollback` or `nobackfill migrate back`, and start again"
+                f"{self._table.name}: {sentence}{'; ' if confirmation is None else '. Otherwise '}"
+                "remove the column with `nobackfill carry --rollback` or `nobackfill migrate "
+                "back`, and start again"
             )
         if noted != digest:
             changes.run(
@@ -788,8 +789,11 @@ class PgvectorSource:
             )
         if triggers.states_digest != recorded:
             confirmation = self._confirmation(old, triggers)
+            advice = (
+                "" if confirmation else "; to go back, embed the items with the old model again"
+            )
             raise InvalidInputError(
-                f"{table.name}: {stale_sentence(f'column {old!r}', confirmation)}"
+                f"{table.name}: {stale_sentence(f'column {old!r}', confirmation)}{advice}"
             )
 
         def steps() -> list[str]:

@@ -123,14 +123,17 @@ def create_or_find_table(
         if place.belongs_to_source and place.comment_facts.get("carried") == target.computer_digest:
             _check_columns(table, vector, place)
             return names, None
+        # A table of somebody else is not removed.
+        removal = ", or remove the table with `nobackfill carry --rollback`"
+        if not place.belongs_to_source:
+            removal = ""
         if place.relation_exists and not (
             place.belongs_to_source
             and place.comment_facts.get("nobackfill") == target.computer_digest
         ):
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} exists already "
-                "and was not made by this map; choose another --to, or remove the table with "
-                "`nobackfill carry --rollback`"
+                f"and was not made by this map; choose another --to{removal}"
             )
         mark = {"nobackfill": target.computer_digest, "of": names["function"].as_string()}
         if table.where is not None:
@@ -183,8 +186,8 @@ def _check_triggers(
         )
     sentence = stale_sentence(f"table {target.name.removeprefix(TABLE_PREFIX)!r}", confirmation)
     raise AlreadyExistsError(
-        f"{table.name}: {sentence}. Otherwise remove the table with `nobackfill carry --rollback`, "
-        "and start again"
+        f"{table.name}: {sentence}{'; ' if confirmation is None else '. Otherwise '}remove the "
+        "table with `nobackfill carry --rollback`, and start again"
     )
 
 

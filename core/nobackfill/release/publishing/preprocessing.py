@@ -78,11 +78,22 @@ class _Transformers(BaseModel):
         family = _END.sub("", name)
         if name and family not in _SQUARE:
             raise ValueError(f"expected an image processor of {', '.join(_SQUARE)}, got {name}")
-        plain = self.do_resize and self.do_rescale and not (self.do_pad or self.rescale_offset)
-        if not plain or not isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3):
+        wrong = [
+            f"{key} {value}"
+            for key, value, is_fit in (
+                ("do_resize", self.do_resize, self.do_resize),
+                ("do_rescale", self.do_rescale, self.do_rescale),
+                ("do_pad", self.do_pad, not self.do_pad),
+                ("rescale_offset", self.rescale_offset, not self.rescale_offset),
+                ("rescale_factor", self.rescale_factor,
+                 isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3)),
+            )
+            if not is_fit
+        ]  # fmt: skip
+        if wrong:
             raise ValueError(
-                "expected pictures to be resized and divided by 255, without padding, got other "
-                "steps"
+                "expected pictures to be resized and divided by 255, without padding, got "
+                f"{', '.join(wrong)}"
             )
         if self.resample not in _RESAMPLE:
             raise ValueError(
@@ -124,8 +135,8 @@ class _Transformers(BaseModel):
             return cut, "stretch", None
         if cut is None or shortest is None:
             raise ValueError(
-                "expected the shortest edge in `size` and a centre crop in `crop_size`, got other "
-                "keys"
+                "expected the shortest edge in `size` and a centre crop in `crop_size`, got "
+                f"size {self.size} and crop_size {self.crop_size}"
             )
         return cut, "crop", shortest
 

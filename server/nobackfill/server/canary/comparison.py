@@ -58,7 +58,7 @@ def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
 
 
 @dataclass
-class PairFigures:
+class AnsweredFigures:
     """Count the answers of one pair of query model and gallery.
 
     Attributes:
@@ -240,8 +240,8 @@ class CanaryReport:
 
 @dataclass
 class _Counts:
-    old: PairFigures = field(default_factory=PairFigures)
-    new: PairFigures = field(default_factory=PairFigures)
+    old: AnsweredFigures = field(default_factory=AnsweredFigures)
+    new: AnsweredFigures = field(default_factory=AnsweredFigures)
     likeness: AnswerSimilarity = field(default_factory=AnswerSimilarity)
     skip_count: int = 0
 
@@ -559,7 +559,7 @@ class CanaryComparison:
             items = [hit.item.id for hit in answer.hits]
             self._sessions.count_answer(key, answer.request_id, items, new=new)
 
-    def _pair_figures(self, new: bool) -> PairFigures:
+    def _pair_figures(self, new: bool) -> AnsweredFigures:
         return self._counts.new if new else self._counts.old
 
     def _counts_for_latency(self, caller: "Caller") -> bool:

@@ -94,23 +94,25 @@ def check_grpcio() -> None:
     version = grpc.__version__
     first, untested = TESTED_GRPCIO
     if not first <= tuple(int(part) for part in version.split(".")[:2]) < untested:
-        raise ImportError(
-            f"grpcio {version} was not tested with the gateway's fast server, which needs "
-            f"{'.'.join(map(str, first))} to below {'.'.join(map(str, untested))}"
-        )
+        raise _unfit(version, "was not tested")
     for name in _CONSTANTS:
         if not hasattr(_server, name):
-            raise ImportError(f"grpcio {version} has no grpc._server.{name}")
+            raise _unfit(version, f"has no grpc._server.{name}")
     for name in _OPERATIONS:
         if not hasattr(cygrpc, name):
-            raise ImportError(f"grpcio {version} has no cygrpc.{name}")
+            raise _unfit(version, f"has no cygrpc.{name}")
     for name, parameters in _PARAMETERS.items():
         member: Any = getattr(_server, name, None)
         if member is None or tuple(inspect.signature(member).parameters) != parameters:
-            raise ImportError(
-                f"grpcio {version} has no grpc._server.{name} with {len(parameters)} parameters: "
-                f"{', '.join(parameters)}"
-            )
+            raise _unfit(version, f"has no grpc._server.{name}({', '.join(parameters)})")
+
+
+def _unfit(version: str, reason: str) -> ImportError:
+    first, untested = (".".join(map(str, one)) for one in TESTED_GRPCIO)
+    return ImportError(
+        f"the gateway's fast server cannot be used: grpcio {version} {reason}; install grpcio "
+        f"{first} to below {untested}"
+    )
 
 
 check_grpcio()

@@ -216,7 +216,7 @@ class _SilentRequestHandler(WSGIRequestHandler):
         """Log nothing: every probe would be a line."""
 
 
-def serve(
+def make_metrics_server(
     host: str, port: int, registry: CollectorRegistry, is_ready: Callable[[], bool]
 ) -> WSGIServer:
     """Make an HTTP server that listens at once; run it with serve_forever, and close it with
@@ -343,7 +343,7 @@ class Metrics:
         """
         host, port = split_address(address, "metrics_address")
         try:
-            self._server = serve(host, port, self.registry, lambda: self.is_ready())
+            self._server = make_metrics_server(host, port, self.registry, lambda: self.is_ready())
         except OSError as error:
             raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}): another program may "

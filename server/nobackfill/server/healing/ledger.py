@@ -87,10 +87,10 @@ class _Native:
         self._carried, self._matches = carried, matches
 
     def labels(self) -> Labels:
-        raise NotImplementedError("searches only use masks")
+        raise NotImplementedError("native items cannot be listed; use mask(labels)")
 
     def __len__(self) -> int:
-        raise NotImplementedError("searches only use masks")
+        raise NotImplementedError("native items cannot be counted; use mask(labels)")
 
     def mask(self, labels: Labels) -> Mask:
         native = self._carried.native_mask(labels)

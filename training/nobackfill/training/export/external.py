@@ -262,8 +262,8 @@ def open_torchvision(name: str) -> PublicModel:
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"{name}: its weights have other names than the model ({first_line}); publish a model "
-            "of timm, --weights timm:NAME.TAG"
+            f"{name}: the weights of this torchvision model do not fit its layers ({first_line}); "
+            "publish a model of timm instead, with --weights timm:NAME.TAG"
         ) from error
     path, last = linear[-1]
     replace_layer(network, path, nn.Identity())

@@ -127,8 +127,8 @@ def select_options(
         CannotWriteError: such a folder cannot be written.
     """
     groups = make_groups(inputs)
-    trained = [name for name in inputs.config.choose if name not in method.trained_variants]
-    after = [name for name in inputs.config.choose if name in method.trained_variants]
+    trained = [name for name in inputs.config.choose if name not in method.variant_makers]
+    after = [name for name in inputs.config.choose if name in method.variant_makers]
     scores: dict[tuple[float, ...], Scores] = {}
     for first in _combinations(method, trained):
         for number, fold in enumerate(groups.folds):
@@ -148,7 +148,7 @@ def select_options(
                 of_groups = scores.setdefault(values, np.zeros(groups.group_count))
                 variant = upgrade
                 for option, value in second.items():
-                    variant = method.trained_variants[option](variant, value)
+                    variant = method.variant_makers[option](variant, value)
                 of_groups[fold] = _scores(variant, inputs, groups, fold)
     selection = dict(zip(inputs.config.choose, best_option_values(scores), strict=True))
     return replace(inputs, selected_options=selection, selection_images=groups.description)

@@ -423,5 +423,5 @@ RESIDUAL = UpgradeMethod(
     make_objective=ResidualObjective,
     reads_labels=_reads_labels,
     option_values={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
-    trained_variants={"share": shrunk_copy},
+    variant_makers={"share": shrunk_copy},
 )

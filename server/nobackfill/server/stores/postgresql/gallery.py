@@ -217,7 +217,7 @@ class PostgresqlGallery(Reads):
         self._report(
             change_after_put(checked, result, replaced, written, with_metadata=with_metadata)
         )
-        return PutResult(result.labels, result.changed)
+        return PutResult(result.labels, result.changed_mask)
 
     def _check_vectors(
         self, vectors: Sequence[NewVectors], count: int, *, outdated: bool
@@ -290,7 +290,11 @@ class PostgresqlGallery(Reads):
         return len(deleted)
 
     def change_some_metadata(
-        self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
+        self,
+        labels: Labels,
+        filtered: Filter | None,
+        values_to_set: Metadata,
+        keys_to_remove: Collection[str],
     ) -> int:
         """Change the metadata of items that exist and pass the filter now; others are skipped; see
         EditableStore.change_some_metadata.
@@ -300,8 +304,8 @@ class PostgresqlGallery(Reads):
         Args:
             labels: int64 [n].
             filtered: the filter; None lets all pass.
-            values: values by key that are set; other keys stay.
-            remove: keys that are removed first; missing ones are ignored.
+            values_to_set: values by key that are set; other keys stay.
+            keys_to_remove: keys that are removed first; missing ones are ignored.
 
         Returns:
             How many items passed, also those that did not change.
@@ -329,7 +333,9 @@ class PostgresqlGallery(Reads):
             )
             items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
-            writes.write_metadata(connection, self.schema, merge_metadata(present, values, remove))
+            writes.write_metadata(
+                connection, self.schema, merge_metadata(present, values_to_set, keys_to_remove)
+            )
             return np.array([*present], np.int64)
 
         changed = self._shared(work)
