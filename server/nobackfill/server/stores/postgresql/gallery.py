@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.edits import merge_metadata
@@ -202,7 +202,9 @@ class PostgresqlGallery(Reads):
         batch = check_batch(ids, digests, metadata)
         checked = self._check_vectors(vectors, len(ids), outdated=epoch is not None)
 
-        def work(connection: Connection) -> Any:
+        def work(
+            connection: Connection,
+        ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
             if epoch is not None and rows.read_epoch(connection, self.number) != epoch:
                 raise OutdatedPlanError(
                     "another gateway has changed the gallery's spaces or settings since the items "

@@ -18,7 +18,7 @@ from nobackfill.gallery.listing import (
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, plan_side_passes
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
-from nobackfill.gallery.staging import Estimate, Runner, UpgradeOrder
+from nobackfill.gallery.staging import Estimate, Runner, RunnerResult, UpgradeOrder
 from nobackfill.gallery.store import is_storable_text
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
@@ -692,7 +692,9 @@ def storable_ids(ids: Sequence[str]) -> list[str]:
     return [item_id for item_id in ids if is_storable_text(item_id)]
 
 
-def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:
+def _bytes_written(
+    connection: Connection, target: SpaceSpec, labels: Labels, carried: RunnerResult
+) -> int:
     """Return the bytes of some vectors in a table that is deleted with the transaction."""
     with connection.transaction():
         execute(
@@ -703,7 +705,7 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
         )
         copy_in(
             connection, "probe", labels, "upgraded", carried.uncertainty, carried.embedding,
-            carried.side,
+            carried.side_information,
         )  # fmt: skip
         cursor = execute(connection, "SELECT pg_total_relation_size('probe')")
         return int(cursor.fetchone()[0])
