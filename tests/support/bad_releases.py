@@ -56,8 +56,9 @@ class Bad:
     def renamed(self) -> None:
         """Tell the space anew, after the embedder changed."""
         told = self.fields["embedder"]
-        shape = {key: told[key] for key in ("height", "width", "dim", "metric", "unit")}
-        self.fields["space"] = space_id(told["file"]["sha256"], **shape)
+        shape = {key: told[key] for key in ("height", "width", "dim", "metric")}
+        digest = told["file"]["sha256"]
+        self.fields["space"] = space_id(digest, **shape, unit_norm=told["unit"])
 
 
 Spoil = Callable[[Bad], None]
