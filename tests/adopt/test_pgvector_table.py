@@ -55,7 +55,7 @@ def test_somebody_elses_table_is_left_alone(table: tuple[str, Connection]) -> No
     address, connection = table
     connection.execute("CREATE TABLE beside (id int PRIMARY KEY, v text)")
     connection.execute("INSERT INTO beside VALUES (1, 'mine')")
-    with pytest.raises(AlreadyExistsError, match="--rollback"):
+    with pytest.raises(AlreadyExistsError, match=r"choose another --to\Z"):
         carried(address)
     assert not open_source(f"{address}#t").drop_new_vectors("table:beside")
     assert connection.execute("SELECT v FROM beside").fetchall() == [("mine",)]
