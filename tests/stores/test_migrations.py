@@ -132,7 +132,7 @@ def check_second(storage: Storage) -> None:
     """What came with several gateways, and a gallery that was beside a Milvus."""
     deeds = [(deed.what, deed.of_what) for deed in storage.state.audit_entries()]
     assert deeds == [("delete", "gallery gone"), ("activate", "release 2")]
-    job = storage.state.saved_job("g")
+    job = storage.state.last_upgrade_record("g")
     assert job is not None and json.loads(job)["state"] == "done"
     assert storage.galleries.names() == ["g", "m"]
     beside = storage.galleries.open("m").store

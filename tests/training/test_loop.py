@@ -200,16 +200,16 @@ def test_nan_stops_with_the_step_and_keeps_the_last_good_checkpoint(
 def test_losses_of_a_gpu_are_checked_together_and_name_the_first_bad_step(tmp_path: Path) -> None:
     config, nan = line_config(tmp_path), torch.tensor([torch.nan])
     losses = LossCheck(config, torch.device("cuda"))
-    losses.add(0, ("fit", "noise"), torch.tensor([1.0, 0.5]), check=False)
+    losses.add(0, ("fit", "noise"), torch.tensor([1.0, 0.5]), check_now=False)
     assert not losses.figures
-    losses.add(1, ("fit",), torch.tensor([2.0]), check=True)
+    losses.add(1, ("fit",), torch.tensor([2.0]), check_now=True)
     assert losses.figures == {"loss": 2.0, "fit": 2.0}
     for step in (2, 3):
-        losses.add(step, ("fit",), nan, check=False)
+        losses.add(step, ("fit",), nan, check_now=False)
     with pytest.raises(DivergedError, match=r"nan at step 2 \(term: fit\)"):
         losses.check()
     with pytest.raises(DivergedError, match="nan at step 0"):
-        LossCheck(config, torch.device("cpu")).add(0, ("fit",), nan, check=False)
+        LossCheck(config, torch.device("cpu")).add(0, ("fit",), nan, check_now=False)
 
 
 def test_weights_that_became_nan_are_not_saved(tmp_path: Path) -> None:

@@ -541,7 +541,7 @@ class StoredVectors:
         for kind in sorted(set(kinds)):
             yield rows[[place for place, one in enumerate(kinds) if one == kind]]
 
-    def row_values(self, row: int) -> tuple[object, ...]:
+    def comparable_row(self, row: int) -> tuple[object, ...]:
         """Return origin, uncertainty, embedding and side-information of a row, for a comparison bit
         for bit.
 

@@ -354,7 +354,7 @@ class GatewayState(ABC):
         """
         return nullcontext()
 
-    def saved_job(self, gallery: str) -> str | None:
+    def last_upgrade_record(self, gallery: str) -> str | None:
         """Return the saved record of a gallery's last upgrade, of any gateway.
 
         Args:
@@ -371,7 +371,7 @@ class GatewayState(ABC):
         """
         return None
 
-    def save_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
+    def save_upgrade_record(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
         """Save the record of a gallery's upgrade for other gateways, in place of an earlier one;
         None deletes it.
 

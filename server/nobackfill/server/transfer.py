@@ -160,13 +160,13 @@ def _copy_page(source: GalleryStore, target: GalleryStore, items: Sequence[Store
         labels = np.array([of_target[label] for label in rows.labels.tolist()], np.int64)
         target_rows = target.stored_vectors(labels, space)
         rows_by_label = {
-            label: target_rows.row_values(row)
+            label: target_rows.comparable_row(row)
             for row, label in enumerate(target_rows.labels.tolist())
         }
         differ = [
             row
             for row, label in enumerate(labels.tolist())
-            if rows_by_label.get(label) != rows.row_values(row)
+            if rows_by_label.get(label) != rows.comparable_row(row)
         ]
         written.update(names[label] for label in rows.labels[differ].tolist())
         _write_differing(target, space, labels, rows, np.array(differ, np.intp), info.spec.side_dim)
@@ -208,9 +208,9 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     source_labels = {item.label: names[item.id] for item in _items_by_id(target, [*names])}
     first = source.stored_vectors(labels, space)
     second = target.stored_vectors(np.array([*source_labels], np.int64), space)
-    rows = {label: first.row_values(row) for row, label in enumerate(first.labels.tolist())}
+    rows = {label: first.comparable_row(row) for row, label in enumerate(first.labels.tolist())}
     equal = sum(
-        rows.get(source_labels[label]) == second.row_values(row)
+        rows.get(source_labels[label]) == second.comparable_row(row)
         for row, label in enumerate(second.labels.tolist())
     )
     return len(rows) - equal

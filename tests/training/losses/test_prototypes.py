@@ -9,8 +9,8 @@ import torch
 
 from nobackfill.training.losses.prototypes import (
     class_average,
-    refined_average,
     refined_features,
+    refined_old_average,
     stack_by_class,
     transition_matrix,
     trimmed_average,
@@ -48,13 +48,13 @@ def test_refined_features_are_the_limit_of_equation_8() -> None:
     for _ in range(2000):
         walked = 0.9 * transition_matrix(new, 0.05) @ walked + 0.1 * old
     torch.testing.assert_close(refined_features(old, new), walked)
-    torch.testing.assert_close(refined_average(old, new), walked.mean(0))
+    torch.testing.assert_close(refined_old_average(old, new), walked.mean(0))
 
 
 def test_refinement_holds_an_outlier_down() -> None:
     old, new = features()
     clean = old[:-1].mean(0)
-    vanilla, refined = class_average(old), refined_average(old, new)
+    vanilla, refined = class_average(old), refined_old_average(old, new)
     assert (refined - clean).norm() < 0.5 * (vanilla - clean).norm()
     assert (trimmed_average(old) - clean).norm() < 1e-12
 
@@ -69,12 +69,12 @@ def test_the_published_pseudocode_refines_nothing() -> None:
     edges = edges.softmax(0)
     walked = 0.1 * torch.inverse(torch.eye(11, dtype=torch.float64) - 0.9 * edges) @ old
     torch.testing.assert_close(walked.mean(0), class_average(old))
-    assert not torch.allclose(refined_average(old, new), class_average(old), atol=1e-2)
+    assert not torch.allclose(refined_old_average(old, new), class_average(old), atol=1e-2)
 
 
 def test_a_class_of_one_image_keeps_it() -> None:
     old, new = features(1)
-    assert torch.equal(refined_average(old, new), old[0])
+    assert torch.equal(refined_old_average(old, new), old[0])
     with pytest.raises(ValueError, match="at least 2 images"):
         transition_matrix(new, 0.05)
 

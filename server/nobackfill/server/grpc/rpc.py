@@ -414,7 +414,8 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
             if parts > limit:
                 raise TooLargeError(
                     f"expected at most {MAX_ITEMS_PER_MESSAGE} items, ids or queries in a message, "
-                    f"and {_MAX_PARTS} values in them, got more; send several messages"
+                    f"and {_MAX_PARTS} fields at any depth (keys and values of metadata count), "
+                    "got more; send several messages"
                 )
         if len(data) <= _SHALLOW:
             return

@@ -639,7 +639,7 @@ class GalleryUpgrades:
             for gallery in galleries:
                 self._jobs.pop(gallery, None)
         for gallery in galleries:
-            self._state.save_job(gallery, None)
+            self._state.save_upgrade_record(gallery, None)
         if galleries & set(self._state.current.paused):
             self._unpause(galleries)
         self.change_counter.notify()
@@ -676,7 +676,7 @@ class GalleryUpgrades:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         if self._state.shared:
-            saved = self._state.saved_job(gallery)
+            saved = self._state.last_upgrade_record(gallery)
             return None if saved is None else job_from_json(saved)
         return self._jobs.get(gallery)
 
@@ -819,5 +819,5 @@ class GalleryUpgrades:
         time_now, last = time.monotonic(), self._saved.get(job.gallery)
         if last is None or last[0] != job.state or time_now - last[1] > _SAVE_SECONDS:
             self._saved[job.gallery] = job.state, time_now
-            self._state.save_job(job.gallery, job.to_json())
+            self._state.save_upgrade_record(job.gallery, job.to_json())
         self.change_counter.notify()

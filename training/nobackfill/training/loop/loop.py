@@ -225,7 +225,7 @@ def train_objective(
                 terms = model(batch)
                 loss = torch.stack([term.float() for term in terms.values()]).sum()
                 logs = step % config.log_every == 0
-                losses.add(step, tuple(terms), _over_devices(fabric, terms), check=logs)
+                losses.add(step, tuple(terms), _over_devices(fabric, terms), check_now=logs)
                 fabric.backward(loss)
                 if config.gradient_clip is not None:
                     # `losses` raises for a loss that is not finite.
@@ -447,20 +447,20 @@ class LossCheck:
         # The loss and the terms of the last step that was checked.
         self.figures: dict[str, float] = {}
 
-    def add(self, step: int, names: tuple[str, ...], terms: Tensor, *, check: bool) -> None:
-        """Take the terms of a step; check them, and those before, with `check` or on a CPU.
+    def add(self, step: int, names: tuple[str, ...], terms: Tensor, *, check_now: bool) -> None:
+        """Take the terms of a step; check them, and those before, with `check_now` or on a CPU.
 
         Args:
             step: the number of the step.
             names: the names of the terms.
             terms: float32 [m], their values.
-            check: do not wait.
+            check_now: do not wait.
 
         Raises:
             DivergedError: a loss, the sum of a step's terms, is not finite.
         """
         self._steps.append((step, names, terms))
-        if check or not self._waits:
+        if check_now or not self._waits:
             self.check()
 
     def check(self) -> None:

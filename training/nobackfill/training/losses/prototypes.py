@@ -102,7 +102,7 @@ def refined_features(
     return (1 - blend) * limit
 
 
-def refined_average(
+def refined_old_average(
     old: Tensor, new: Tensor, *, temperature: float = 0.05, blend: float = 0.9
 ) -> Tensor:
     """Return the mean of `refined_features` over rows: [m, d], [m, d'] -> [d] (UniBCT Eq. 10).

@@ -14,7 +14,7 @@ from torch import Tensor
 from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.prototypes import (
     class_average,
-    refined_average,
+    refined_old_average,
     stack_by_class,
     trimmed_average,
 )
@@ -125,7 +125,7 @@ class UniBctObjective(CompatibleObjective):
             prototypes = stack_by_class(
                 self.labels,
                 self.class_count,
-                lambda rows: refined_average(
+                lambda rows: refined_old_average(
                     old[rows], new[rows], temperature=options.temperature, blend=options.blend
                 ),
             )

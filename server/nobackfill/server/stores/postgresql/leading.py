@@ -574,8 +574,8 @@ class DatabaseState(GatewayState):
         """
         return lock_releases(self._database, seconds)
 
-    def saved_job(self, gallery: str) -> str | None:
-        """Return the saved record of a gallery's last upgrade; see GatewayState.saved_job.
+    def last_upgrade_record(self, gallery: str) -> str | None:
+        """Return the record of a last upgrade; see GatewayState.last_upgrade_record.
 
         Returns:
             The record as JSON, unchecked; None without one.
@@ -591,9 +591,9 @@ class DatabaseState(GatewayState):
         )
         return None if row is None else str(row[0])
 
-    def save_job(self, gallery: str, job: str | None) -> None:
+    def save_upgrade_record(self, gallery: str, job: str | None) -> None:
         """Save the record of a gallery's upgrade for other gateways; None deletes it; see
-        GatewayState.save_job.
+        GatewayState.save_upgrade_record.
 
         A record replaces the former one. The gallery need not exist, and the text is not checked.
 
