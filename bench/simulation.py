@@ -47,7 +47,13 @@ class UpgradePlan:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What one run came to: `lost_workers`, and `repeated_windows`: carried once more."""
+    """The outcome of a simulated run.
+
+    Attributes:
+        hours: Hours until every item is carried.
+        lost_workers: Number of workers that ended during the run.
+        repeated_windows: Number of windows that were carried once more.
+    """
 
     hours: float
     lost_workers: int

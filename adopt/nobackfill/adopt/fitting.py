@@ -453,7 +453,7 @@ def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | No
         return 2 * reading + (time.perf_counter() - started) / WINDOW_ITEMS
 
 
-def _index_seconds(address: str, source: Source, pairs: Pairs, items: int) -> float | None:
+def _index_seconds(address: str, source: Source, pairs: Pairs, item_count: int) -> float | None:
     """Estimate the seconds to build the index of all new vectors.
 
     Returns:
@@ -463,7 +463,7 @@ def _index_seconds(address: str, source: Source, pairs: Pairs, items: int) -> fl
         from nobackfill.adopt.sources.pgvector import PgvectorSource
 
         assert isinstance(source, PgvectorSource)
-        return source.estimate_index_seconds(pairs.new[:INDEXED_VECTORS], items)
+        return source.estimate_index_seconds(pairs.new[:INDEXED_VECTORS], item_count)
     return None if ":" in address.partition("/")[0] else 0.0
 
 

@@ -314,10 +314,10 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
             _read_floats(connection, key, labels),
             (_read_flag(connection, key, 0, labels), _read_flag(connection, key, 1, labels)),
         )
+        if not all(isinstance(text, str) for text in column.texts.values):
+            raise TypeError("a text of another type")
     except (IndexError, TypeError, ValueError) as error:
         raise DamagedError(None, "its table 'attributes' has invalid values") from error
-    if not all(isinstance(text, str) for text in column.texts.values):
-        raise DamagedError(None, "its table 'attributes' has invalid values")
     return column
 
 

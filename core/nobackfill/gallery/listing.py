@@ -36,7 +36,7 @@ class ListingPosition:
         """Parse a text of `to_token`.
 
         Args:
-            to_token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
+            token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
                 Any uncertainty is accepted, even nan.
             least_certain: Whether the listing is ordered by uncertainty.
 

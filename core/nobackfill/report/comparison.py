@@ -50,8 +50,8 @@ class Comparison:
     """The figures of an upgrade on a set of pictures.
 
     Attributes:
-        old: The old release.
-        new: The new release.
+        old_manifest: The old release.
+        new_manifest: The new release.
         route: Releases of the route; empty if the old vectors are searched directly.
         pictures: The pictures.
         cells: Figures by query/gallery, such as new/served, with each picture's HITS nearest

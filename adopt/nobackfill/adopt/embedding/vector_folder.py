@@ -345,14 +345,13 @@ class EmbeddingRun:
     Attributes:
         embedded_count: Number of items embedded so far.
         attempted_count: Number of items tried so far, with failing ones.
-        batch: At least 1.
 
     Args:
         items: The items.
         embedder: The model.
-        batch: Number of items that the model gets at a time. It falls for later batches if the
-            model takes each item but not so many at a time.
-        refuse: Called with the id and the reason of each failing item; None: no call.
+        batch: Number of items that the model gets at a time, at least 1. It falls for later batches
+            if the model takes each item but not so many at a time.
+        on_failure: Called with the id and the reason of each failing item; None: no call.
     """
 
     def __init__(

@@ -358,19 +358,19 @@ class PgvectorSource:
         )
         return [name for (name,) in found]
 
-    def estimate_index_seconds(self, vectors: Vectors, items: int) -> float | None:
+    def estimate_index_seconds(self, vectors: Vectors, item_count: int) -> float | None:
         """Estimate the seconds to build the index of new vectors on a temporary table.
 
         Nothing is written to the table.
 
         Args:
             vectors: New vectors, float32 [n, dim], at least two.
-            items: Number of vectors of the index.
+            item_count: Number of vectors of the index.
 
         Returns:
             None where it is unknown; see `pgvector_target.estimate_index_seconds`.
         """
-        return pgvector_target.estimate_index_seconds(self._table, self, vectors, items)
+        return pgvector_target.estimate_index_seconds(self._table, self, vectors, item_count)
 
     @cached_property
     def _search_settings(self) -> LiteralString:
@@ -541,9 +541,11 @@ class PgvectorSource:
             there = made is not None or target.name in self._table.columns
             # After a flip, carry fills the rows without a new vector.
             flipped = self._flipped(target)
-            # A column of somebody else is not removed.
-            removal = ", or remove the column with `nobackfill carry --rollback`" if made else ""
             if there and made != target.computer_digest and not flipped:
+                # A column of somebody else is not removed.
+                removal = (
+                    ", or remove the column with `nobackfill carry --rollback`" if made else ""
+                )
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
                     f"by this map; choose another --to{removal}"
@@ -581,13 +583,13 @@ class PgvectorSource:
         """
         noted = self._table.comment_facts(target.name).get("triggers")
         if existed and noted != triggers.states_digest and self.count_vectors(target.name):
-            confirmation = self._confirmation(target.name, triggers)
-            sentence = stale_sentence(f"column {target.name!r}", confirmation)
-            raise AlreadyExistsError(
-                f"{self._table.name}: {sentence}{'; ' if confirmation is None else '. Otherwise '}"
+            sentence = stale_sentence(
+                f"column {target.name!r}",
+                self._confirmation(target.name, triggers),
                 "remove the column with `nobackfill carry --rollback` or `nobackfill migrate "
-                "back`, and start again"
+                "back`, and start again",
             )
+            raise AlreadyExistsError(f"{self._table.name}: {sentence}")
         if noted != digest:
             changes.run(
                 "COMMENT ON COLUMN {table}.{new} IS {mark}",
@@ -789,12 +791,11 @@ class PgvectorSource:
             )
         if triggers.states_digest != recorded:
             confirmation = self._confirmation(old, triggers)
-            advice = (
-                "" if confirmation else "; to go back, embed the items with the old model again"
+            remedy = (
+                None if confirmation else "to go back, embed the items with the old model again"
             )
-            raise InvalidInputError(
-                f"{table.name}: {stale_sentence(f'column {old!r}', confirmation)}{advice}"
-            )
+            sentence = stale_sentence(f"column {old!r}", confirmation, remedy)
+            raise InvalidInputError(f"{table.name}: {sentence}")
 
         def steps() -> list[str]:
             moved = dependent_moves(

@@ -123,14 +123,14 @@ def create_or_find_table(
         if place.belongs_to_source and place.comment_facts.get("carried") == target.computer_digest:
             _check_columns(table, vector, place)
             return names, None
-        # A table of somebody else is not removed.
-        removal = ", or remove the table with `nobackfill carry --rollback`"
-        if not place.belongs_to_source:
-            removal = ""
         if place.relation_exists and not (
             place.belongs_to_source
             and place.comment_facts.get("nobackfill") == target.computer_digest
         ):
+            removal = ""
+            if place.belongs_to_source:
+                # A table of somebody else would not be removed.
+                removal = ", or remove the table with `nobackfill carry --rollback`"
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(TABLE_PREFIX)!r} exists already "
                 f"and was not made by this map; choose another --to{removal}"
@@ -184,11 +184,12 @@ def _check_triggers(
         confirmation = table.text(
             "COMMENT ON TABLE {new_table} IS {mark}", mark=mark, **place.sql_names
         )
-    sentence = stale_sentence(f"table {target.name.removeprefix(TABLE_PREFIX)!r}", confirmation)
-    raise AlreadyExistsError(
-        f"{table.name}: {sentence}{'; ' if confirmation is None else '. Otherwise '}remove the "
-        "table with `nobackfill carry --rollback`, and start again"
+    sentence = stale_sentence(
+        f"table {target.name.removeprefix(TABLE_PREFIX)!r}",
+        confirmation,
+        "remove the table with `nobackfill carry --rollback`, and start again",
     )
+    raise AlreadyExistsError(f"{table.name}: {sentence}")
 
 
 @dataclass(frozen=True)
@@ -1096,7 +1097,7 @@ _NODE_BYTES = 1200
 
 
 def estimate_index_seconds(
-    table: SourceTable, source: OldVectorSource, vectors: Vectors, items: int
+    table: SourceTable, source: OldVectorSource, vectors: Vectors, item_count: int
 ) -> float | None:
     """Estimate the seconds to build an HNSW index of new vectors, by that of some of them.
 
@@ -1107,7 +1108,7 @@ def estimate_index_seconds(
         table: The table with the old vectors.
         source: The source of the old vectors.
         vectors: New vectors, float32 [n, dim], at least two.
-        items: Number of vectors of the index.
+        item_count: Number of vectors of the index.
 
     Returns:
         None where it is unknown: the graph does not fit, the old column has several indexes or one
@@ -1133,7 +1134,7 @@ def estimate_index_seconds(
             ((memory,),) = changes.query_all(
                 "SELECT pg_size_bytes(current_setting('maintenance_work_mem'))"
             )
-            if items * (vectors.itemsize * dim + _NODE_BYTES) > memory:
+            if item_count * (vectors.itemsize * dim + _NODE_BYTES) > memory:
                 return None
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_sample ({column} {type}({dim}))", **names
@@ -1142,7 +1143,7 @@ def estimate_index_seconds(
             started = time.perf_counter()
             changes.run("CREATE INDEX ON pg_temp.nobackfill_sample USING {index}", **names)
             seconds = time.perf_counter() - started
-        return float(seconds * items * np.log(items) / (count * np.log(count)))
+        return float(seconds * item_count * np.log(item_count) / (count * np.log(count)))
     return None
 
 

@@ -1483,29 +1483,30 @@ class Changes:
             copy.write(_HEAD + rows + _END)
 
 
-def stale_sentence(place: str, confirmation: str | None) -> str:
+def stale_sentence(place: str, confirmation: str | None, remedy: str | None) -> str:
     """Write the sentence of an error: new vectors may be stale, because triggers were off.
 
     Args:
         place: The vectors, as `column 'v_new'`.
         confirmation: The statement by which the owner confirms that none is stale; None where the
-            triggers are missing or disabled. Without it the text gives no advice, so the caller
-            adds any.
+            triggers are missing or disabled.
+        remedy: Advice besides that statement, as a command to the reader; None: no advice.
 
     Returns:
-        One sentence without a full stop at its end. With a statement, a second sentence follows
-        that says when to run it.
+        Sentences without a full stop at the end: what is wrong, when to run the statement, and the
+        remedy.
     """
     sentence = (
         f"{place} may hold stale vectors: its triggers were dropped, disabled or made again since "
         "they were written"
     )
     if confirmation is None:
-        return sentence
-    return (
+        return f"{sentence}; {remedy}" if remedy else sentence
+    sentence = (
         f"{sentence}. If the database was restored from a dump, and the triggers were on ever "
         f"since, run this statement, then the command again: {confirmation}"
     )
+    return f"{sentence}. Otherwise {remedy}" if remedy else sentence
 
 
 def comment_with_facts(owner_comment: str | None = None, **facts: str | None) -> str:

@@ -41,7 +41,7 @@ class Guard:
             certificates.
         token: the secret of the address; None: any path passes, because the app checks sessions.
         secure: the pages are served with TLS.
-        images: further sources of pictures, in the syntax of a content security policy.
+        image_sources: further sources of pictures, in the syntax of a content security policy.
     """
 
     def __init__(

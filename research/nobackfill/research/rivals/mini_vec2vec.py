@@ -136,8 +136,9 @@ def _mean_of_nearest(queries: Doubles, keys: Doubles, values: Doubles) -> Double
 
 def _rotation(vectors: Doubles, targets: Doubles) -> Doubles:
     """Return the orthogonal matrix that takes vectors [n, d] nearest to targets [n, d]."""
-    left, _, right = np.linalg.svd(vectors.T @ targets)
-    return np.asarray(left @ right, np.float64)
+    from scipy.linalg import orthogonal_procrustes
+
+    return np.asarray(orthogonal_procrustes(vectors, targets)[0], np.float64)
 
 
 def _directions(vectors: NDArray[np.floating]) -> Doubles:
