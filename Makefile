@@ -87,7 +87,7 @@ test-torch:
 	$(SUITE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) $(TORCH)
 
 test-rest:
-	TORCH_ELSEWHERE=1 $(SUITE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \
+	TORCH_ELSEWHERE=1 $(SUITE) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \
 		$(addprefix --ignore=,$(TORCH)) tests
 
 test-long: setup ## the tests that take seconds each, CPU only, no network

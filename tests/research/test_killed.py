@@ -17,6 +17,9 @@ from tests.support.commands import run_here
 from tests.support.processes import alive, children, wait_until_gone
 from tests.support.waiting import wait_until
 
+# Two trainings start for each test.
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -128,8 +128,8 @@ def backup(data: Path, target: Path) -> DataSummary:
         )
     _refuse_taken(target)
     durable.refuse_copy_into_itself(target, data)
-    _remove_unfinished_backups(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
+    _remove_unfinished_backups(target.absolute().parent, unfinished.name)
     durable.make_dir(unfinished, 0o700)
     with _lock(unfinished / _LOCK, unfinished), _remove_on_error(unfinished):
         for path in unfinished.iterdir():
@@ -170,11 +170,16 @@ def _refuse_taken(target: Path) -> None:
         )
 
 
-def _remove_unfinished_backups(folder: Path) -> None:
-    """Remove the unfinished backups in a folder whose makers are gone."""
+def _remove_unfinished_backups(folder: Path, name: str) -> None:
+    """Remove the unfinished backups in a folder whose makers are gone, except the one of a name.
+
+    The caller empties that one once it holds its lock. Another process that starts a backup of the
+    same target would make files in the folder while it is removed here.
+    """
     for lock in folder.glob(f"{durable.TEMPORARY_PREFIX}*/{_LOCK}"):
-        with suppress(BusyError), durable.lock_file(lock):
-            durable.remove_tree(lock.parent)
+        if lock.parent.name != name:
+            with suppress(BusyError), durable.lock_file(lock):
+                durable.remove_tree(lock.parent)
 
 
 @contextmanager
