@@ -105,7 +105,7 @@ test-plain-grpc: setup ## the server's tests on a plain grpc.server, as with a g
 
 # Two halves beside each other: each imports what its rooms need, and waits for no other.
 QUICK := $(SUITE) -q -p tests.quick $(LEFT_OUT)
-QUICK_HALF := $(addprefix tests/,adopt client release)
+QUICK_HALF := $(addprefix tests/,adopt client release serve serving wire)
 
 quick: $(READY) ## tests without processes, gateways and torch: 90 s on two cores
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-half quick-rest
