@@ -15,6 +15,7 @@ from typing import Any
 from nobackfill.errors import ConfigurationError
 from nobackfill.research.presets import Preset, Values
 from nobackfill.research.rows import (
+    OUR_METHOD,
     ComparisonPlace,
     MethodRow,
     RowName,
@@ -51,7 +52,6 @@ def fct_size_rows(shared: SharedModels) -> list[MethodRow]:
     """
     preset, simclr = shared.place.preset, shared.side_encoder("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
-    assert isinstance(dim, int) and isinstance(inner, int)
     others = {
         RowName.FCT_SIDE_QUARTER: ("simclr", dim // 4),
         "fct_side_half": ("simclr", dim // 2),
@@ -80,7 +80,6 @@ def ablation_rows(shared: SharedModels) -> list[MethodRow]:
     """
     simclr, preset = shared.side_encoder("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
-    assert isinstance(inner, int)
     small = shared.upgrade_row(RowName.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
     published, preset_ours = preset.upgrade, preset.our_upgrade
     upweighted = _at_equal_steps(shared, published)
@@ -93,14 +92,7 @@ def ablation_rows(shared: SharedModels) -> list[MethodRow]:
         ),
         shared.upgrade_row(RowName.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
         small,
-        MethodRow(
-            "residual_small_int8",
-            small.old_run,
-            small.new_run,
-            small.upgrade_runs,
-            simclr,
-            uses_int8=True,
-        ),
+        replace(small, name="residual_small_int8", uses_int8=True),
         shared.upgrade_row(RowName.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
         shared.upgrade_row(RowName.RESIDUAL_BEST, "residual", simclr, keep_best=True),
         shared.upgrade_row(RowName.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
@@ -136,7 +128,6 @@ def _at_equal_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
     place, split = shared.place, shared.split
     values = {**recipe, **place.config_changes.get("upgrade", {})}
     epochs, warmup = values["epochs"], values["warmup_epochs"]
-    assert isinstance(epochs, int) and isinstance(warmup, int | float)
     longer = (
         1
         + (UNSEEN_COPIES - 1)
@@ -164,15 +155,14 @@ def adapted_model_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
     embedding_dim, or KeyError is raised.
     """
-    dim = shared.place.preset.embedder["embedding_dim"]
-    assert isinstance(dim, int)
+    dim, simclr = shared.place.preset.embedder["embedding_dim"], shared.side_encoder("simclr")
     bt2 = shared.adapted_model(RowName.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
     nearly = shared.adapted_model(RowName.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
     return [
         MethodRow(RowName.BT2, shared.old_model, bt2),
-        shared.our_upgrade_row(RowName.BT2_RESIDUAL, bt2),
+        shared.upgrade_row(RowName.BT2_RESIDUAL, OUR_METHOD, simclr, new=bt2),
         MethodRow(RowName.LAMBDA_ORTHOGONAL, shared.old_model, nearly),
-        shared.our_upgrade_row(RowName.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
+        shared.upgrade_row(RowName.LAMBDA_ORTHOGONAL_RESIDUAL, OUR_METHOD, simclr, new=nearly),
     ]
 
 
@@ -184,21 +174,11 @@ def d_simplex_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    place, split = shared.place, shared.split
-    head: dict[str, Any] = {
-        "head": "simplex",
-        "margin": None,
-        "scale": place.preset.embedder.get("scale"),
-    }
-    old = place.embedder("old-simplex", classes=split.old_class_count, role="old", **head)
-    new = place.embedder(
-        RowName.D_SIMPLEX,
-        classes=split.new_class_count,
-        role="new",
-        old=old,
-        method="d_simplex",
-        **head,
-    )
+    place = shared.place
+    scale = place.preset.embedder.get("scale")
+    head: dict[str, Any] = {"head": "simplex", "margin": None, "scale": scale}
+    old = place.embedder("old-simplex", role="old", **head)
+    new = place.embedder(RowName.D_SIMPLEX, role="new", old=old, method="d_simplex", **head)
     return [MethodRow(RowName.D_SIMPLEX, old, new)]
 
 
@@ -224,16 +204,12 @@ def architecture_rows(shared: SharedModels) -> list[MethodRow]:
 
 
 def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
-    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
+    place, simclr = shared.place, shared.side_encoder("simclr")
     before, after = PAIRS[pair]
-    old = place.embedder(
-        f"old-{before}", classes=split.old_class_count, role="old", **_settings(place, before)
-    )
+    old = place.embedder(f"old-{before}", role="old", **_settings(place, before))
 
     def new(name: str, **values: Any) -> TrainingRun:
-        return place.embedder(
-            name, classes=split.new_class_count, role="new", **_settings(place, after), **values
-        )
+        return place.embedder(name, role="new", **_settings(place, after), **values)
 
     def compatible(method: str, **options: Any) -> TrainingRun:
         return new(f"{pair}-{method}", old=old, method=method, options=options)
@@ -241,15 +217,7 @@ def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
     own = new(f"new-{after}")
 
     def upgraded(name: str, method: str) -> MethodRow:
-        run = place.upgrade(
-            f"upgrade-{pair}-{name}",
-            old,
-            own,
-            classes=split.new_class_count,
-            side=simclr,
-            method=method,
-        )
-        return MethodRow(setting_row_name(pair, name), old, own, (run,), simclr)
+        return shared.upgrade_row(setting_row_name(pair, name), method, simclr, old=old, new=own)
 
     dmu = compatible("dmu", hidden_dim=place.preset.dmu_hidden_dim)
     return [
@@ -271,7 +239,6 @@ def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
         return {"backbone": backbone}
     values = {**place.preset.embedder, **place.config_changes.get("embedder", {})}
     epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
-    assert isinstance(epochs, int) and isinstance(warmup, int | float)
     return {
         "backbone": backbone,
         "optimizer": "adam",
@@ -322,8 +289,7 @@ def _row(shared: SharedModels, name: str, kind: str | None = None, width: int = 
     }
     views = {key: ours[key] for key in ("views", "mixed_views")}
     side = None if kind is None else shared.side_encoder(kind, width)
-    row = shared.upgrade_row(name.replace(":", "-"), "affine", side, **views)
-    return replace(row, name=name)
+    return shared.upgrade_row(name, "affine", side, **views)
 
 
 # Method and options by row.
@@ -417,7 +383,6 @@ def dmu_ablation_rows(shared: SharedModels) -> list[MethodRow]:
         psi = {"hidden_dim": width} if method == "dmu" else {}
         new = place.embedder(
             f"{scenario}-{name}",
-            classes=None,
             role="new",
             old=old,
             images=place.images_folder / ABLATED / "new",
@@ -436,25 +401,15 @@ def arcface_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
-    head: dict[str, Any] = {
-        "head": "arcface",
-        "margin": 0.3,
-        "scale": place.preset.embedder.get("scale"),
-    }
-    old = place.embedder("old-arcface", classes=split.old_class_count, role="old", **head)
-    new = place.embedder("new-arcface", classes=split.new_class_count, role="new", **head)
+    place, simclr = shared.place, shared.side_encoder("simclr")
+    scale = place.preset.embedder.get("scale")
+    head: dict[str, Any] = {"head": "arcface", "margin": 0.3, "scale": scale}
+    old = place.embedder("old-arcface", role="old", **head)
+    new = place.embedder("new-arcface", role="new", **head)
 
     def row(name: str, method: str) -> MethodRow:
-        run = place.upgrade(
-            f"upgrade-arcface-{name}",
-            old,
-            new,
-            classes=split.new_class_count,
-            side=simclr,
-            method=method,
-        )
-        return MethodRow(setting_row_name("arcface", name), old, new, (run,), simclr)
+        name = setting_row_name("arcface", name)
+        return shared.upgrade_row(name, method, simclr, old=old, new=new)
 
     return [
         MethodRow(setting_row_name("arcface", RowName.INDEPENDENT), old, new),
@@ -474,21 +429,19 @@ def bct_variant_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
     embedding_dim, or KeyError is raised.
     """
-    place, split = shared.place, shared.split
-    preset = place.preset
+    place, preset = shared.place, shared.place.preset
     dim = preset.embedder["embedding_dim"]
-    assert isinstance(dim, int)
 
     def bct(name: str, old: TrainingRun, **values: Any) -> MethodRow:
-        run = place.embedder(
-            name, classes=split.new_class_count, role="new", old=old, method="bct", **values
-        )
+        run = place.embedder(name, role="new", old=old, method="bct", **values)
         return MethodRow(name, old, run)
 
     if preset.published_set is not None and preset.embedder.get("head") == "cosface":
-        deeper: dict[str, Any] = {"backbone": DEEPER[str(preset.embedder["backbone"])]}
+        deeper = {"backbone": DEEPER[preset.embedder["backbone"]]}
         plain, normed = (
-            place.embedder(f"old-all-{name}", classes=split.new_class_count, role="old", **head)
+            place.embedder(
+                f"old-all-{name}", classes=shared.split.new_class_count, role="old", **head
+            )
             for name, head in (
                 ("softmax", {"head": "softmax", "margin": None, "scale": None}),
                 ("norm-softmax", {"margin": 0.0}),
@@ -501,14 +454,7 @@ def bct_variant_rows(shared: SharedModels) -> list[MethodRow]:
             bct("bct_norm_softmax_to_cosine", normed),
             bct(RowName.BCT_SOFTMAX_TO_COSINE, plain),
         ]
-    softmax = place.embedder(
-        "old-softmax",
-        classes=split.old_class_count,
-        role="old",
-        head="softmax",
-        margin=None,
-        scale=None,
-    )
+    softmax = place.embedder("old-softmax", role="old", head="softmax", margin=None, scale=None)
     return [
         bct(RowName.BCT_WIDE, shared.old_model, embedding_dim=2 * dim),
         bct(RowName.BCT_RELU, shared.old_model, last_nonlin=True),
@@ -547,7 +493,6 @@ def upgrade_method_rows(shared: SharedModels) -> list[MethodRow]:
     """
     place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     inner = place.preset.upgrade["inner_dim"]
-    assert isinstance(inner, int)
     unlabelled = place.side_encoder("side-unlabelled", classes=split.new_class_count, kind="simclr")
     rows = [
         shared.upgrade_row(RowName.FCT_NONE, "fct"),
@@ -579,7 +524,7 @@ def _raw(shared: SharedModels) -> list[MethodRow]:
     if shared.place.preset.embedder.get("head") == "softmax":
         return []
     kind = shared.place.preset.side_encoder.get("side_info", "simclr")
-    side = shared.side_encoder(str(kind))
+    side = shared.side_encoder(kind)
     return [shared.upgrade_row(RowName.FCT_RAW, "fct", side, options={"raw": True})]
 
 
@@ -593,29 +538,17 @@ def old_network_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
     embedding_dim, or KeyError is raised.
     """
-    place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
+    place, simclr = shared.place, shared.side_encoder("simclr")
     dim = place.preset.embedder["embedding_dim"]
-    assert isinstance(dim, int)
     variants: dict[str, dict[str, Any]] = {
         **{name: {"backbone": backbone} for name, backbone in OLD_NETWORKS.items()},
         "half": {"embedding_dim": dim // 2},
     }
     rows = []
     for name, values in variants.items():
-        old = place.embedder(f"old-{name}", classes=split.old_class_count, role="old", **values)
-        run = place.upgrade(
-            f"upgrade-old-{name}",
-            old,
-            shared.new_model,
-            classes=split.new_class_count,
-            side=simclr,
-            method="fct",
-        )
-        rows.append(
-            MethodRow(
-                setting_row_name(f"old_{name}", "fct_simclr"), old, shared.new_model, (run,), simclr
-            )
-        )
+        old = place.embedder(f"old-{name}", role="old", **values)
+        row = shared.upgrade_row(f"old-{name}", "fct", simclr, old=old)
+        rows.append(replace(row, name=setting_row_name(f"old_{name}", "fct_simclr")))
     return rows
 
 
@@ -628,12 +561,11 @@ def embedding_size_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    place, split = shared.place, shared.split
 
     def row(dim: int) -> MethodRow:
         old, new = (
-            place.embedder(f"{role}-dim-{dim}", classes=count, role=role, embedding_dim=dim)
-            for role, count in (("old", split.old_class_count), ("new", split.new_class_count))
+            shared.place.embedder(f"{role}-dim-{dim}", role=role, embedding_dim=dim)
+            for role in ("old", "new")
         )
         return MethodRow(f"embedding_{dim}", old, new)
 
@@ -647,20 +579,14 @@ def best_method_rows(shared: SharedModels) -> list[MethodRow]:
     """
     simclr = shared.side_encoder("simclr")
     residual = shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", simclr)
+    dmu = shared.compatible_model(RowName.DMU, "dmu")
     return [
         shared.upgrade_row("fastfill_none", "fastfill"),
         shared.upgrade_row(RowName.FASTFILL_SIMCLR, "fastfill", simclr),
         shared.upgrade_row(RowName.RESIDUAL_NONE, "residual"),
         residual,
-        MethodRow(
-            RowName.RESIDUAL_INT8,
-            residual.old_run,
-            residual.new_run,
-            residual.upgrade_runs,
-            simclr,
-            uses_int8=True,
-        ),
-        shared.our_upgrade_row(RowName.DMU_RESIDUAL, shared.compatible_model(RowName.DMU, "dmu")),
+        replace(residual, name=RowName.RESIDUAL_INT8, uses_int8=True),
+        shared.upgrade_row(RowName.DMU_RESIDUAL, OUR_METHOD, simclr, new=dmu),
     ]
 
 
@@ -718,19 +644,17 @@ def strong_model_rows(shared: SharedModels) -> list[MethodRow]:
     both = shared.side_encoder("inner_simclr")
     joint = {"both_views": True, "same_class": 0.3, "members": 3, "distilled": True}
     named = {
-        *(
-            RowName.INDEPENDENT,
-            RowName.AFFINE_SIMCLR,
-            RowName.SOFT_PROTOTYPES_SIMCLR,
-            RowName.FCT_NONE,
-        ),
-        *(
-            RowName.FCT_SIMCLR,
-            RowName.FASTFILL_SIMCLR,
-            RowName.FASTFILL_JOINT,
-            RowName.RESIDUAL_SIMCLR,
-        ),
-        *(RowName.RESIDUAL_INNER, RowName.RESIDUAL_BOTH_VIEWS, RowName.RESIDUAL_SAME_CLASS),
+        RowName.INDEPENDENT,
+        RowName.AFFINE_SIMCLR,
+        RowName.SOFT_PROTOTYPES_SIMCLR,
+        RowName.FCT_NONE,
+        RowName.FCT_SIMCLR,
+        RowName.FASTFILL_SIMCLR,
+        RowName.FASTFILL_JOINT,
+        RowName.RESIDUAL_SIMCLR,
+        RowName.RESIDUAL_INNER,
+        RowName.RESIDUAL_BOTH_VIEWS,
+        RowName.RESIDUAL_SAME_CLASS,
     }
     rows = (
         *compatible_model_rows(shared),
@@ -773,23 +697,10 @@ def core_unseen_compatible_rows(shared: SharedModels) -> list[MethodRow]:
 
 def _doubled(shared: SharedModels) -> MethodRow:
     """Describe FCT A.1: the old embedding enlarged by the size of the side-information."""
-    place, split = shared.place, shared.split
-    dim, side_dim = (
-        place.preset.embedder["embedding_dim"],
-        place.preset.side_encoder["side_info_dim"],
-    )
-    assert isinstance(dim, int) and isinstance(side_dim, int)
-    old = place.embedder(
-        "old-doubled", classes=split.old_class_count, role="old", embedding_dim=dim + side_dim
-    )
-    run = place.upgrade(
-        f"upgrade-{RowName.FCT_DOUBLED}",
-        old,
-        shared.new_model,
-        classes=split.new_class_count,
-        method="fct",
-    )
-    return MethodRow(RowName.FCT_DOUBLED, old, shared.new_model, (run,))
+    preset = shared.place.preset
+    dim = preset.embedder["embedding_dim"] + preset.side_encoder["side_info_dim"]
+    old = shared.place.embedder("old-doubled", role="old", embedding_dim=dim)
+    return shared.upgrade_row(RowName.FCT_DOUBLED, "fct", old=old)
 
 
 GROUPS: dict[str, Callable[[SharedModels], list[MethodRow]]] = {

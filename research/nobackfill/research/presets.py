@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
@@ -10,7 +11,7 @@ from nobackfill.research import published
 from nobackfill.research.published import PublishedSet
 from nobackfill.training.config import configs_folder, load_config
 
-Values = Mapping[str, object]
+Values = Mapping[str, Any]
 # Keys that a row determines: models and images of a training, and its place.
 _ROLE = {
     *("kind", "run_dir", "images", "classes", "seed"),

@@ -134,9 +134,7 @@ class TrainingRun:
         Raises:
             KeyError: `values` lacks the key run_dir.
         """
-        folder = self.config_values["run_dir"]
-        assert isinstance(folder, Path)
-        return folder
+        return Path(self.config_values["run_dir"])
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,8 @@ class ComparisonPlace:
         self,
         name: str,
         *,
-        classes: int | None,
         role: str,
+        classes: int | None = None,
         old: TrainingRun | None = None,
         initial_run: TrainingRun | None = None,
         images: Path | None = None,
@@ -178,8 +176,9 @@ class ComparisonPlace:
 
         Args:
             name: the name of the run folder.
-            classes: the number of first classes to learn; None: all of the images.
             role: determines the random seed, so that competing methods start alike.
+            classes: the number of first classes to learn; None: all of `images`, or without them
+                those of the split's old or new model, by the role.
             old: the old model of a compatible method; None: none.
             initial_run: the run whose weights the training starts from; None: random weights.
             images: the training images; None: the place's own.
@@ -191,7 +190,11 @@ class ComparisonPlace:
 
         Raises:
             ValueError: the role is unknown.
+            KeyError: the role has no classes of its own, and there are neither classes nor images.
         """
+        if classes is None and images is None:
+            split = self.split
+            classes = {"old": split.old_class_count, "new": split.new_class_count}[role]
         config: dict[str, object] = {
             **self._common("embedder", self._embedder(role), name, role),
             "images": images or self.images_folder / "train",
@@ -258,7 +261,8 @@ class ComparisonPlace:
         old: TrainingRun,
         new: TrainingRun,
         *,
-        classes: int | None,
+        classes: int | None = None,
+        images: Path | None = None,
         side: TrainingRun | None = None,
         new_side: TrainingRun | None = None,
         **values: Any,
@@ -272,7 +276,9 @@ class ComparisonPlace:
             name: the name of the run folder.
             old: the old model.
             new: the new model.
-            classes: the number of first classes to train on; None: all of the images.
+            classes: the number of first classes to train on; None: all of `images`, or without
+                them those of the split's new model.
+            images: the training images; None: the place's own.
             side: the encoder of the side-information that is read; None: none is read.
             new_side: the encoder of the side-information that g predicts; None: none is written.
             values: further keys of the configuration, such as `method`, which replace others.
@@ -285,9 +291,11 @@ class ComparisonPlace:
         base = (
             self.preset.our_upgrade if values.get("method") == OUR_METHOD else self.preset.upgrade
         )
+        if classes is None and images is None:
+            classes = self.split.new_class_count
         config: dict[str, object] = {
             **self._common("upgrade", base, name, "upgrade"),
-            "images": self.images_folder / "train",
+            "images": images or self.images_folder / "train",
             "classes": classes,
             "old": old.folder,
             "new": new.folder,
@@ -326,7 +334,6 @@ def _side_values(preset: Preset, kind: str) -> Values:
     """
     if kind in _OF_OLD:
         known, dim = SideEncoderConfig.model_fields, preset.side_encoder["side_info_dim"]
-        assert isinstance(dim, int)
         old_options = {key: value for key, value in preset.embedder.items() if key in known}
         if kind not in ("alternate", "mixup"):
             old_options["last_nonlin"] = False
@@ -433,7 +440,7 @@ class SharedModels:
     @cached_property
     def old_model(self) -> TrainingRun:
         """The old model, phi_old."""
-        return self.place.embedder("old", classes=self.split.old_class_count, role="old")
+        return self.place.embedder("old", role="old")
 
     @cached_property
     def new_model(self) -> TrainingRun:
@@ -446,9 +453,7 @@ class SharedModels:
         branch = self.place.preset.warm_up
         if branch is None:
             return None
-        return self.place.embedder(
-            "new-begun", classes=self.split.new_class_count, role="new", epochs=branch.shared_epochs
-        )
+        return self.place.embedder("new-begun", role="new", epochs=branch.shared_epochs)
 
     def _new(
         self,
@@ -461,12 +466,7 @@ class SharedModels:
         if branch is not None:
             values["epochs"] = branch.own_epochs
         return self.place.embedder(
-            name,
-            classes=self.split.new_class_count,
-            role="new",
-            old=old,
-            initial_run=begun or self._begun,
-            **values,
+            name, role="new", old=old, initial_run=begun or self._begun, **values
         )
 
     def side_encoder(self, kind: str, width: int | None = None) -> TrainingRun:
@@ -519,46 +519,28 @@ class SharedModels:
         """
         return self._new(name, self.old_model, self.new_model, method=method, **values)
 
-    def our_upgrade_row(self, name: str, new: TrainingRun) -> MethodRow:
-        """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`.
-
-        Its upgrade trains in the folder `upgrade-NAME`.
-
-        Args:
-            name: the name of the row.
-            new: the new model.
-        """
-        simclr = self.side_encoder("simclr")
-        run = self.place.upgrade(
-            f"upgrade-{name}",
-            self.old_model,
-            new,
-            classes=self.split.new_class_count,
-            side=simclr,
-            method=OUR_METHOD,
-        )
-        return MethodRow(name, self.old_model, new, (run,), simclr)
-
     def upgrade_row(
-        self, name: str, method: str, side: TrainingRun | None = None, **values: Any
+        self,
+        name: str,
+        method: str,
+        side: TrainingRun | None = None,
+        *,
+        old: TrainingRun | None = None,
+        new: TrainingRun | None = None,
+        **values: Any,
     ) -> MethodRow:
         """Describe a row: an upgrade from phi_old to phi_new*, the independent new model.
 
-        Its upgrade trains in the folder `upgrade-NAME`.
+        Its upgrade trains in the folder `upgrade-NAME`, with ":" as "-".
 
         Args:
             name: the name of the row.
             method: the upgrade method; it is checked at the training.
             side: the encoder of the side-information that it reads; None: none is read.
+            old, new: models that replace phi_old and phi_new*.
             values: further keys of the configuration, which replace others.
         """
-        run = self.place.upgrade(
-            f"upgrade-{name}",
-            self.old_model,
-            self.new_model,
-            classes=self.split.new_class_count,
-            side=side,
-            method=method,
-            **values,
-        )
-        return MethodRow(name, self.old_model, self.new_model, (run,), side)
+        old, new = old or self.old_model, new or self.new_model
+        folder = f"upgrade-{name.replace(':', '-')}"
+        run = self.place.upgrade(folder, old, new, side=side, method=method, **values)
+        return MethodRow(name, old, new, (run,), side)

@@ -51,24 +51,15 @@ def upper_bound_rows(shared: SharedModels) -> list[MethodRow]:
 
     def row(method: str, name: RowName, part: str) -> MethodRow:
         folder = place.images_folder / TESTED if split.first_tested_class else place.images_folder
-        run = place.upgrade(
-            f"upgrade-limit-{name}",
-            shared.old_model,
-            shared.new_model,
+        bound = shared.upgrade_row(
+            setting_row_name(LIMIT, name),
+            method,
+            simclr,
             classes=None if split.first_tested_class else split.new_class_count,
-            side=simclr,
-            method=method,
             images=folder / part,
             held_out=0.0,
         )
-        return MethodRow(
-            setting_row_name(LIMIT, name),
-            shared.old_model,
-            shared.new_model,
-            (run,),
-            simclr,
-            is_upper_bound=True,
-        )
+        return replace(bound, is_upper_bound=True)
 
     own = row("affine", RowName.AFFINE_SIMCLR, TEST)
     if not split.first_tested_class:
@@ -102,7 +93,7 @@ def chain_rows(shared: SharedModels) -> list[MethodRow]:
     psi2 = place.side_encoder("v2-side", classes=split.second_chain_class_count, kind="simclr")
 
     def hop(
-        name: str, old: TrainingRun, new: TrainingRun, classes: int, **sides: TrainingRun
+        name: str, old: TrainingRun, new: TrainingRun, classes: int, **sides: Any
     ) -> TrainingRun:
         return place.upgrade(f"upgrade-{name}", old, new, classes=classes, **sides)
 
@@ -184,15 +175,9 @@ def long_chain_rows(shared: SharedModels) -> list[MethodRow]:
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
             MethodRow(
-                setting_row_name(RowName.LONG_CHAIN, hop + 1),
-                shared.old_model,
-                new,
-                route,
-                sides[0],
+                setting_row_name(RowName.LONG_CHAIN, hop + 1), models[0], new, route, sides[0]
             ),
-            MethodRow(
-                setting_row_name(RowName.LONG_CHAIN_NONE, hop + 1), shared.old_model, new, plain
-            ),
+            MethodRow(setting_row_name(RowName.LONG_CHAIN_NONE, hop + 1), models[0], new, plain),
         ]
     return rows
 
@@ -266,24 +251,15 @@ def disjoint_class_rows(shared: SharedModels) -> list[MethodRow]:
         return []
     other = _other_domain(shared)
     if other is not None:
-        old, new, images, tested = (
-            other.new_model,
-            shared.new_model,
-            place.images_folder / "train",
-            TEST,
-        )
+        old, new, tested = other.new_model, shared.new_model, TEST
+        images = place.images_folder / "train"
     else:
-        old, images, tested = (
-            shared.old_model,
-            place.images_folder / DISJOINT / "train",
-            f"{DISJOINT}/{TEST}",
-        )
-        new = place.embedder("disjoint-new", classes=None, role="new", images=images)
+        old, tested = shared.old_model, f"{DISJOINT}/{TEST}"
+        images = place.images_folder / DISJOINT / "train"
+        new = place.embedder("disjoint-new", role="new", images=images)
 
     def row(name: str, side: TrainingRun | None) -> MethodRow:
-        run = place.upgrade(
-            f"upgrade-disjoint-{name}", old, new, classes=None, side=side, images=images
-        )
+        run = place.upgrade(f"upgrade-disjoint-{name}", old, new, side=side, images=images)
         return MethodRow(
             setting_row_name(DISJOINT, name), old, new, (run,), side, test_folder=tested
         )
@@ -309,12 +285,7 @@ def new_data_rows(shared: SharedModels) -> list[MethodRow]:
         return []
     images = place.images_folder / DISJOINT / "train"
     new = place.embedder(
-        RowName.LWF_NEW_DATA,
-        classes=None,
-        role="new",
-        old=shared.old_model,
-        images=images,
-        method="lwf",
+        RowName.LWF_NEW_DATA, role="new", old=shared.old_model, images=images, method="lwf"
     )
     return [MethodRow(RowName.LWF_NEW_DATA, shared.old_model, new)]
 
@@ -375,7 +346,6 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
             return {}
         values = {**place.preset.embedder, **place.config_changes.get("embedder", {})}
         epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
-        assert isinstance(epochs, int) and isinstance(warmup, int | float)
         return {"epochs": round(epochs / share), "warmup_epochs": warmup / share}
 
     methods: dict[str, tuple[str, dict[str, object]]] = {
@@ -395,7 +365,7 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
         as_printed = not place.preset.equal_steps
         backbone = place.preset.embedder.get("backbone")
         deeper: dict[str, Any] = (
-            {"backbone": DEEPER[str(backbone)]}
+            {"backbone": DEEPER[backbone]}
             if as_printed and allocation == "identical-data" and backbone in DEEPER
             else {}
         )
@@ -403,7 +373,6 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
         # Allocations by data share an old training set, and so do allocations by class.
         old = place.embedder(
             f"old-{kind}",
-            classes=None,
             role="old",
             images=place.images_folder / f"open-{kind}" / "old",
             **steps(SHARE),
@@ -412,7 +381,6 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
         for name, (method, options) in wanted.items():
             new = place.embedder(
                 f"{allocation}-{name}",
-                classes=None,
                 role="new",
                 old=None if method == "independent" else old,
                 images=images / "new",
@@ -444,22 +412,17 @@ def scenario_rows(shared: SharedModels) -> list[MethodRow]:
     backbone = place.preset.embedder["backbone"]
     settings: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in SCENARIOS}
     if backbone in DEEPER:
-        settings["deeper"] = ("extended-data", {"backbone": DEEPER[str(backbone)]})
+        settings["deeper"] = ("extended-data", {"backbone": DEEPER[backbone]})
     if backbone == "resnet50":
         settings["swin"] = ("extended-data", {"backbone": "swin_t"})
     rows = []
     for setting, (allocation, values) in settings.items():
         kind = "class" if allocation.endswith("class") else "data"
-        old = place.embedder(
-            f"scenario-old-{kind}",
-            classes=None,
-            role="old",
-            images=place.images_folder / f"open-{kind}" / "old",
-        )
+        images = place.images_folder / f"open-{kind}" / "old"
+        old = place.embedder(f"scenario-old-{kind}", role="old", images=images)
         for method in ("independent", "bct_sys", "dmu"):
             new = place.embedder(
                 f"scenario-{setting}-{method}",
-                classes=None,
                 role="new",
                 old=None if method == "independent" else old,
                 images=place.images_folder / allocation / "new",
@@ -485,9 +448,7 @@ def growing_data_rows(shared: SharedModels) -> list[MethodRow]:
 
     def model(share: int, name: str, role: str, **values: Any) -> TrainingRun:
         images = place.images_folder / GROWING / str(share)
-        return place.embedder(
-            f"growing-{share}-{name}", classes=None, role=role, images=images, **values
-        )
+        return place.embedder(f"growing-{share}-{name}", role=role, images=images, **values)
 
     first = model(25, "old", "first")
     rows = []
@@ -529,7 +490,6 @@ def prepare_images(place: ComparisonPlace, rows: list[MethodRow]) -> None:
         # The place's own tests are there; those of a protocol lie elsewhere.
         tested = [] if row.test_folder == TEST else [place.images_folder / row.test_folder]
         for images in (*folders, *tested):
-            assert isinstance(images, Path)
             if not images.is_dir():
                 _make(place, images)
 
