@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,15 +17,18 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 MAIN, UNSEEN = "main", "unseen"
 
 
-class _ResultPart(BaseModel):
+class ResultPart(BaseModel):
+    """A part of a results file: unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_File = TypeVar("_File", bound=ResultPart)
 # Mean and standard deviation over seeds, shares 0..1; one seed has no deviation.
 Figure = tuple[float, float | None]
 
 
-class Provenance(_ResultPart):
+class Provenance(ResultPart):
     """How to reproduce the results.
 
     Attributes:
@@ -39,7 +42,7 @@ class Provenance(_ResultPart):
     configured: str
 
 
-class BestNewNew(_ResultPart):
+class BestNewNew(ResultPart):
     """The row with the largest new/new of all that learned the same, over the same seeds.
 
     Attributes:
@@ -51,7 +54,7 @@ class BestNewNew(_ResultPart):
     value: float
 
 
-class RowResult(_ResultPart):
+class RowResult(ResultPart):
     """A row of one split.
 
     Attributes:
@@ -81,7 +84,7 @@ class RowResult(_ResultPart):
         return self.cells[cell][figure][0] if cell in self.cells else None
 
 
-class ClaimOutcome(_ResultPart):
+class ClaimOutcome(ResultPart):
     """One figure of a claim: the mean difference, and the bounds of its interval over `classes`.
 
     There are no bounds with too few classes. `rival` is the row that a superlative ("the strongest
@@ -104,21 +107,27 @@ class ClaimOutcome(_ResultPart):
         return notes
 
 
-class SplitResult(_ResultPart):
+class SplitResult(ResultPart):
     """Rows by name, claims by text and figure."""
 
     rows: dict[str, RowResult]
     claims: dict[str, dict[str, ClaimOutcome]]
 
 
-class CostResult(_ResultPart):
-    """Bytes stored and microseconds of transform, per item."""
+class CostResult(ResultPart):
+    """The cost of an item.
+
+    Attributes:
+        stored_bytes: bytes of the old embedding (float32) and of the side-information (float32, or
+            a bit per element); key `stored` in the file.
+        microseconds: time of the transform, in batches of 1,024 on one thread; 0 without one.
+    """
 
     stored_bytes: float = Field(alias="stored")
     microseconds: float
 
 
-class Results(_ResultPart):
+class Results(ResultPart):
     """All results of a comparison, as they are in its JSON file.
 
     Attributes:
@@ -169,22 +178,36 @@ def read_results(path: Path) -> Results:
     Verdicts of versions that did not draw classes are read as withdrawn.
 
     Raises:
+        NotFoundError, InvalidInputError, OSError: as in `read_result_file`.
+    """
+    return read_result_file(path, Results, "compare.py", "OUT/NAME.json")
+
+
+def read_result_file(path: Path, kind: type[_File], command: str, name: str) -> _File:
+    """Read a results file.
+
+    Args:
+        path: the file.
+        kind: its content.
+        command, name: the command that writes it, and the name that it gives, for messages.
+
+    Raises:
         NotFoundError: the file does not exist.
         InvalidInputError: it has other content, or unknown keys; the message names the first place.
         OSError: it cannot be read.
     """
     if not path.is_file():
         raise NotFoundError(
-            f"the results file {path} does not exist; compare.py writes it as OUT/NAME.json"
+            f"the results file {path} does not exist; {command} writes it as {name}"
         )
     try:
-        return Results.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InvalidInputError(
-            f"{path}: expected results of compare.py, but {where or 'the file'}: {first['msg']}; "
-            "run compare.py again"
+            f"{path}: expected results of {command}, but {where or 'the file'}: {first['msg']}; "
+            f"run {command} again"
         ) from None
 
 

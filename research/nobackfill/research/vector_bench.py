@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, join_few
@@ -44,6 +44,7 @@ from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, paired_bootstr
 from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
+from nobackfill.research.results import ResultPart, read_result_file
 from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors, UncertainRival
 from nobackfill.research.rivals.rows import list_rivals
 
@@ -234,11 +235,7 @@ def _key(arrays: Mapping[str, NDArray[Any]], prefix: str, name: str) -> str | No
     return keys[0] if keys else None
 
 
-class _BenchPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class BenchDifference(_BenchPart):
+class BenchDifference(ResultPart):
     """A row's figure minus that of another row: mean and 95 % interval.
 
     Attributes:
@@ -258,7 +255,7 @@ class BenchDifference(_BenchPart):
         return int(self.low > 0) - int(self.high < 0)
 
 
-class BenchRow(_BenchPart):
+class BenchRow(ResultPart):
     """The measured figures of one row: of a rival, or of a search without a transform.
 
     Attributes:
@@ -275,17 +272,17 @@ class BenchRow(_BenchPart):
     """
 
     maps: str
-    figures: dict[str, dict[str, float]] = {}
-    differences: dict[str, dict[str, BenchDifference]] = {}
-    against_ours: dict[str, dict[str, BenchDifference]] = {}
-    backfill: dict[str, dict[str, dict[str, float]]] = {}
-    against_random: dict[str, dict[str, dict[str, BenchDifference]]] = {}
+    figures: dict[str, dict[str, float]] = Field({})
+    differences: dict[str, dict[str, BenchDifference]] = Field({})
+    against_ours: dict[str, dict[str, BenchDifference]] = Field({})
+    backfill: dict[str, dict[str, dict[str, float]]] = Field({})
+    against_random: dict[str, dict[str, dict[str, BenchDifference]]] = Field({})
     seconds: float = 0.0
     parameters: int = 0
     refusal: str = ""
 
 
-class BenchResults(_BenchPart):
+class BenchResults(ResultPart):
     """The results of one comparison, as they are written to a JSON file.
 
     Attributes:
@@ -638,21 +635,6 @@ def read_bench(path: Path) -> BenchResults:
     """Read the results that `write_bench` wrote.
 
     Raises:
-        NotFoundError: the file does not exist.
-        InvalidInputError: it has other content, or unknown keys; the message names the first place.
-        OSError: it cannot be read.
+        NotFoundError, InvalidInputError, OSError: as in `read_result_file`.
     """
-    if not path.is_file():
-        raise NotFoundError(
-            f"the results file {path} does not exist; compare.py --vectors FILE.npz writes it as "
-            "OUT/FILE.json"
-        )
-    try:
-        return BenchResults.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidInputError(
-            f"{path}: expected results of compare.py --vectors, but {where or 'the file'}: "
-            f"{first['msg']}; run compare.py --vectors again"
-        ) from None
+    return read_result_file(path, BenchResults, "compare.py --vectors", "OUT/FILE.json")
