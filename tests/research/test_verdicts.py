@@ -12,7 +12,7 @@ from nobackfill.research.claims import CLAIMS
 from nobackfill.research.pages import format_claims
 from nobackfill.research.results import ClaimOutcome, Provenance, read_results
 from nobackfill.research.rows import MethodRow, TrainingRun
-from nobackfill.research.summary import Claim, JudgedClaim, MeasuredRow, judge_claims, summarise
+from nobackfill.research.summary import Claim, MeasuredRow, decide_claim, judge_claims, summarise
 
 # Of the 200 queries.
 CLASSES = np.repeat([f"class {number}" for number in range(20)], 10)
@@ -31,8 +31,8 @@ def test_a_claim_is_judged_by_each_figure_on_its_own() -> None:
     rows = {"a": row(0.01, 0.01, cmc1=-0.01), "b": row(0.0, 0.0)}
     judged = judge_claims([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"]
     assert (judged["map"].verdict, judged["cmc1"].verdict) == ("holds", "fails")
-    assert judged["map"].difference.mean == pytest.approx(0.01)
-    assert judged["cmc1"].difference.mean == pytest.approx(-0.01)
+    assert judged["map"].difference == pytest.approx(0.01)
+    assert judged["cmc1"].difference == pytest.approx(-0.01)
 
 
 def test_claims_without_their_rows_or_cells_are_left_out() -> None:
@@ -49,8 +49,8 @@ def test_one_seed_decides_nothing() -> None:
     judged = judge_claims([Claim("a > b", ("a", "new/old"), ("b", "new/old"))], rows)["a > b"][
         "map"
     ]
-    assert judged.difference.low > 0
-    assert judged.seed_count == 1 and judged.verdict == "undecided"
+    assert judged.bounds is not None and judged.bounds[0] > 0
+    assert judged.seeds == 1 and judged.verdict == "undecided"
 
 
 def test_a_superlative_is_the_strongest_there_is_by_each_figure() -> None:
@@ -145,5 +145,5 @@ def test_kept_verdicts_are_those_of_their_bounds(file: Path) -> None:
     ]
     for text, figure, outcome, (low, high) in kept:
         difference = Difference(outcome.difference, low, high)
-        judged = JudgedClaim(outcome.rival, difference, outcome.seeds, or_equal[text])
-        assert outcome.verdict == judged.verdict, f"{text} by {figure}"
+        verdict = decide_claim(difference, outcome.seeds, allows_equal=or_equal[text])
+        assert outcome.verdict == verdict, f"{text} by {figure}"

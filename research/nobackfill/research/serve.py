@@ -18,6 +18,7 @@ from nobackfill.metrics.distances import Metric
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.quality.embedded import EmbeddedListing
 from nobackfill.release.models import Upgraded
+from nobackfill.research.results import CostResult
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.training.config import EmbedderConfig
 from nobackfill.training.export.drafting import UpgradeGraph
@@ -210,7 +211,7 @@ def load_upgrade_step(run: TrainingRun) -> UpgradeNetwork:
     encoder, checkpoint = load_encoder(run.folder)
     config = checkpoint.config
     old_dim = run.prerequisites[0].config_values["embedding_dim"]
-    assert isinstance(config, EmbedderConfig) and isinstance(old_dim, int)
+    assert isinstance(config, EmbedderConfig)
     build = embedder_method(config.method).build_upgrade
     assert build is not None
     head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit_norm))
@@ -238,20 +239,6 @@ _BITS = "binary_simclr"
 
 
 @dataclass(frozen=True)
-class RowCost:
-    """The cost of an item.
-
-    Attributes:
-        stored_bytes: bytes of the old embedding (float32) and of the side-information (float32, or
-            a bit per element).
-        microseconds: time of the transform, in batches of 1,024 on one thread; 0 without one.
-    """
-
-    stored_bytes: float
-    microseconds: float
-
-
-@dataclass(frozen=True)
 class _RouteStep:
     """One transform of a route, and the dimensions that it reads."""
 
@@ -267,7 +254,7 @@ class _RouteStep:
         return type(self.network.h), shapes, self.int8
 
 
-def measure_costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
+def measure_costs(rows: Sequence[MethodRow]) -> dict[str, CostResult]:
     """Measure the cost of each row on this machine; transforms of one form are timed once.
 
     If rows have one name, the last one counts. Transforms are exported, loaded and run some times.
@@ -296,7 +283,7 @@ def measure_costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
             if step.form not in time_of:
                 time_of[step.form] = _microseconds(step)
             total += time_of[step.form]
-        cost_of[row.name] = RowCost(stored_bytes(row), total)
+        cost_of[row.name] = CostResult(stored=stored_bytes(row), microseconds=total)
     return cost_of
 
 
@@ -311,13 +298,11 @@ def stored_bytes(row: MethodRow) -> float:
     Raises:
         KeyError: the run's configuration does not say its dimension.
     """
-    dim = row.old_run.config_values["embedding_dim"]
-    assert isinstance(dim, int)
-    if row.side_run is None:
-        return 4.0 * dim
-    side = row.side_run.config_values["side_info_dim"]
-    assert isinstance(side, int)
-    return 4.0 * dim + side * (1 / 8 if row.side_run.config_values["side_info"] == _BITS else 4)
+    size = 4.0 * row.old_run.config_values["embedding_dim"]
+    if row.side_run is not None:
+        side = row.side_run.config_values
+        size += side["side_info_dim"] * (1 / 8 if side["side_info"] == _BITS else 4)
+    return float(size)
 
 
 def _steps(row: MethodRow) -> list[_RouteStep]:
@@ -325,7 +310,6 @@ def _steps(row: MethodRow) -> list[_RouteStep]:
     for run in row.upgrade_runs:
         # The first training that a run reads is its old model.
         old_dim = run.prerequisites[0].config_values["embedding_dim"]
-        assert isinstance(old_dim, int)
         side_dim = read_finished(run.folder).facts.get("side_dim", 0)
         steps.append(_RouteStep(load_upgrade_step(run), old_dim, int(side_dim), row.uses_int8))
     return steps

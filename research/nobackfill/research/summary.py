@@ -33,7 +33,6 @@ from nobackfill.research.results import (
     SplitResult,
 )
 from nobackfill.research.rows import TEST, MethodRow, upper_bound_key
-from nobackfill.research.serve import RowCost
 
 FIGURES = ("cmc1", "map")
 # With fewer seeds the interval lacks the training's randomness.
@@ -60,41 +59,25 @@ class Claim:
     allows_equal: bool = False
 
 
-@dataclass(frozen=True)
-class JudgedClaim:
-    """The measured difference of one figure of a claim.
+def decide_claim(difference: Difference, seed_count: int, *, allows_equal: bool) -> Verdict:
+    """Decide whether a claim holds.
 
-    Attributes:
-        rival: the row that counted, if `worse` names several; else None.
+    Args:
         difference: better minus worse.
         seed_count: the number of seeds that both rows have.
         allows_equal: as in the claim.
+
+    Returns:
+        undecided with fewer than FEWEST_SEEDS seeds or fewer than FEWEST_DECIDING_CLASSES classes.
+        Otherwise the verdict of the difference. With `allows_equal`, a lower bound of 0 also holds.
     """
-
-    rival: str | None
-    difference: Difference
-    seed_count: int
-    allows_equal: bool = False
-
-    @property
-    def verdict(self) -> Verdict:
-        """Decide whether the claim holds.
-
-        Returns:
-            undecided with fewer than FEWEST_SEEDS seeds or fewer than FEWEST_DECIDING_CLASSES
-            classes. Otherwise the verdict of the difference. With `or_equal`, a lower bound of 0
-            also holds.
-        """
-        if self.seed_count < FEWEST_SEEDS or self.difference.is_limited_to_classes:
-            return "undecided"
-        if not self.allows_equal:
-            return self.difference.verdict
-        if self.difference.low >= 0:
-            return "holds"
-        return "fails" if self.difference.high < 0 else "undecided"
+    if seed_count < FEWEST_SEEDS:
+        return "undecided"
+    ties = allows_equal and difference.low == 0 and not difference.is_limited_to_classes
+    return "holds" if ties else difference.verdict
 
 
-def judge_claims(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
+def judge_claims(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, ClaimOutcome]]:
     """Judge the claims whose rows and cells were measured; others are left out.
 
     Args:
@@ -103,7 +86,8 @@ def judge_claims(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, Jud
             fewer seeds is compared on those it has.
 
     Returns:
-        Judged claims by text and by figure, cmc1 and map.
+        Outcomes by text and by figure, cmc1 and map; without bounds if there are fewer than
+        FEWEST_DECIDING_CLASSES classes.
 
     Raises:
         ValueError: the two sides answer different queries, or none.
@@ -113,7 +97,7 @@ def judge_claims(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, Jud
     return {text: figures for text, figures in judged.items() if figures}
 
 
-def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
+def _judge(claim: Claim, rows: Rows) -> dict[str, ClaimOutcome]:
     judged = {}
     for figure in FIGURES:
         sides = [_strongest(side, rows, figure) for side in (claim.better, claim.worse)]
@@ -121,10 +105,16 @@ def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
             continue
         seeds = min(len(runs) for _, runs in sides)
         (better, ours), (worse, theirs) = sides
-        rival = None if isinstance(claim.worse[0], str) else worse
         classes = [run.query_classes for run in rows[better][:seeds]]
-        difference = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
-        judged[figure] = JudgedClaim(rival, difference, seeds, claim.allows_equal)
+        found = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
+        judged[figure] = ClaimOutcome(
+            rival=None if isinstance(claim.worse[0], str) else worse,
+            seeds=seeds,
+            difference=found.mean,
+            bounds=None if found.is_limited_to_classes else (found.low, found.high),
+            verdict=decide_claim(found, seeds, allows_equal=claim.allows_equal),
+            classes=found.class_count,
+        )
     return judged
 
 
@@ -170,7 +160,7 @@ def summarise(
     provenance: Provenance,
     splits: Splits,
     claims: Sequence[Claim],
-    costs: Mapping[str, RowCost],
+    costs: Mapping[str, CostResult],
 ) -> Results:
     """Summarise a comparison: means over seeds, shares preserved, claims and costs.
 
@@ -197,10 +187,7 @@ def summarise(
         seeds=tuple(seeds),
         made=provenance,
         splits={name: _split(rows, claims) for name, rows in splits.items()},
-        costs={
-            name: CostResult(stored=cost.stored_bytes, microseconds=cost.microseconds)
-            for name, cost in costs.items()
-        },
+        costs=dict(costs),
     )
 
 
@@ -218,9 +205,7 @@ def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitRes
         for name, one in rows.items()
     }
     runs = {name: one.cells_by_seed for name, one in rows.items()}
-    judged = judge_claims(claims, runs)
-    claim_results = {text: make_claim_outcomes(by) for text, by in judged.items()}
-    return SplitResult(rows=row_results, claims=claim_results)
+    return SplitResult(rows=row_results, claims=judge_claims(claims, runs))
 
 
 def _shares(row: MethodRow, first: MethodRow) -> bool:
@@ -287,31 +272,6 @@ def relative_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> di
         figures["gap_closed"] = closed_gap_share(served, old, references["map"].value)
         figures["degradation"] = degradation(new, references["map"].value)
     return {name: value for name, value in figures.items() if value is not None}
-
-
-def make_claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
-    """Convert a claim, judged by figure, to its form in the results file.
-
-    With fewer than FEWEST_DECIDING_CLASSES classes an outcome has no bounds.
-
-    Args:
-        judged: the judged claim by figure; an empty one gives none.
-    """
-    return {
-        figure: ClaimOutcome(
-            rival=one.rival,
-            seeds=one.seed_count,
-            difference=one.difference.mean,
-            bounds=(
-                None
-                if one.difference.is_limited_to_classes
-                else (one.difference.low, one.difference.high)
-            ),
-            verdict=one.verdict,
-            classes=one.difference.class_count,
-        )
-        for figure, one in judged.items()
-    }
 
 
 def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
