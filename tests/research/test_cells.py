@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nobackfill.class_folders import decode_listing, list_images
-from nobackfill.research.cells import make_evaluation, row_cells
+from nobackfill.research.cells import Evaluation, row_cells
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import load_encoder
@@ -30,7 +30,7 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
     route = (run("upgrade", "upgrade-1-2"),)
     row = MethodRow("r", first, second, route, run("side_encoder", "side-1"))
     listing = list_images(digits / "queries")
-    test = make_evaluation(listing, "cosine", tmp_path)
+    test = Evaluation(listing, "cosine", tmp_path)
     cells = row_cells(row, test)
     images = torch.from_numpy(decode_listing(listing, 8))
     old, new, side = (

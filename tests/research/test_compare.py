@@ -16,7 +16,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import average_precision, mean_of_answerable
 from nobackfill.research.catalogue import list_rows
-from nobackfill.research.cells import Cells, make_evaluation, read_cells, write_cells
+from nobackfill.research.cells import Cells, Evaluation, read_cells, write_cells
 from nobackfill.research.compare import compare
 from nobackfill.research.images import (
     link_images,
@@ -56,7 +56,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     full_page = list_images(folder / "all")
     rows = np.concatenate([np.flatnonzero(full_page.labels == c)[:40] for c in range(10)])
     chosen = full_page.select(rows)
-    link_images(chosen, [path.split("/")[0] for path in chosen.paths], folder / "few")
+    link_images(chosen, folder / "few")
     return folder / "few"
 
 
@@ -279,7 +279,7 @@ def test_cells_are_measured_again_when_a_model_changed(tmp_path: Path) -> None:
 def test_queries_do_not_find_themselves(tmp_path: Path, digits: Path) -> None:
     link_train_and_test(digits, tmp_path / "data", 0.4, 0)
     listing = list_images(tmp_path / "data" / "test")
-    test = make_evaluation(listing, "cosine", tmp_path)
+    test = Evaluation(listing, "cosine", tmp_path)
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(len(listing), 4))
     ours = mean_of_answerable(average_precision(rank(vectors, vectors, test.relevance)))

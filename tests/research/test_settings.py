@@ -12,7 +12,7 @@ from nobackfill.class_folders import list_images
 from nobackfill.metrics.distances import to_unit_norm
 from nobackfill.metrics.retrieval import mean_of_answerable, search_and_score
 from nobackfill.research.catalogue import PAIRS, list_rows
-from nobackfill.research.cells import make_evaluation, read_cells
+from nobackfill.research.cells import Evaluation, read_cells
 from nobackfill.research.images import (
     SHIFTS,
     link_train_and_test,
@@ -214,9 +214,7 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     """phi_1's gallery through psi_2 and psi_3 (DMU Figure 3); BCT's stays as it is."""
     (dmu,), (bct,) = list_rows(place, ("dmu_chain",)), list_rows(place, ("bct_chain",))
     run_tasks([(place, [dmu, bct])], 1)
-    test = make_evaluation(
-        row_images(place, dmu), place.preset.metric, place.runs_folder / "features"
-    )
+    test = Evaluation(row_images(place, dmu), place.preset.metric, place.runs_folder / "features")
     old, new = (test.features(run.folder, "embedder") for run in (dmu.old_run, dmu.new_run))
     second, third = dmu.upgrade_runs
     served = slow_psi(third, slow_psi(second, old))
@@ -267,9 +265,7 @@ def test_growing_data_are_nested_and_train_in_a_row(place: ComparisonPlace) -> N
             assert abs(np.sum(listing.labels == label) - expected) <= 0.5
         names.append({Path(path).name for path in listing.paths})
     assert names[0] < names[1] < names[2]
-    test = make_evaluation(
-        row_images(place, dmu), place.preset.metric, place.runs_folder / "features"
-    )
+    test = Evaluation(row_images(place, dmu), place.preset.metric, place.runs_folder / "features")
     old, new = (test.features(run.folder, "embedder") for run in (dmu.old_run, dmu.new_run))
     served = slow_psi(third, slow_psi(second, old))
     found = read_cells(place.runs_folder / "cells" / "growing-75-dmu.npz")

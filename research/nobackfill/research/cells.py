@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -48,16 +48,19 @@ class Evaluation:
     """Test images with their classes; every image is a query for all others.
 
     Attributes:
-        listing: n images.
-        relevance: the other images of each image's class.
+        listing: n images, at least two of a class.
         metric: how vectors are compared.
-        feature_cache: the folder of cached features.
+        feature_cache: the folder of cached features; it is made when features are stored.
     """
 
     listing: ImageListing
-    relevance: Relevance
     metric: Metric
     feature_cache: Path
+
+    @cached_property
+    def relevance(self) -> Relevance:
+        """The other images of each image's class (fct.txt section 4.2)."""
+        return relevance_among_others(self.listing)
 
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Return vectors float32 [n,dim] of the test images by a run's encoder.
@@ -82,19 +85,6 @@ class Evaluation:
         encoder = encoder_of_run(run_dir, kind)
         images = ListedImages(self.listing, encoder.image_size, ReadingOptions())
         return cached_features(encoder, images, self.feature_cache)
-
-
-def make_evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation:
-    """Use images as queries and as gallery, without the query itself (fct.txt section 4.2).
-
-    No image is opened.
-
-    Args:
-        listing: the images, at least two of a class.
-        metric: how vectors are compared.
-        cache: the folder of cached features; it is made when features are stored.
-    """
-    return Evaluation(listing, relevance_among_others(listing), metric, cache)
 
 
 @dataclass(frozen=True)
@@ -248,7 +238,7 @@ def _held_out(
     """Return the images that trainings held out; None if there are none."""
     listing = list_images(root, classes, class_list)
     _, rows = hold_out(listing, share, seed)
-    return make_evaluation(listing.select(rows), metric, cache) if len(rows) else None
+    return Evaluation(listing.select(rows), metric, cache) if len(rows) else None
 
 
 def per_query_figures(figures: CellFigures) -> dict[str, PerQuery]:
@@ -351,7 +341,6 @@ def is_class_known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bo
         PermissionError: this user may not list that folder.
     """
     images, classes = row.old_run.config_values["images"], row.old_run.config_values["classes"]
-    assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
     names = set(list_images(images, classes).class_names)
     return np.array([name in names for name in tested.class_names])[tested.labels]
 

@@ -85,7 +85,7 @@ def link_train_and_test(images: Path, into: Path, share: float | None, seed: int
         (listing,) = listings
         listings = [listing.select(rows) for rows in hold_out(listing, share, seed)]
     for part, listing in zip(_PARTS, listings, strict=True):
-        link_images(listing, (f"{name}" for name in _class_of(listing)), into / part)
+        link_images(listing, into / part)
 
 
 _PARTS = ("train", "test")
@@ -247,7 +247,7 @@ def link_published(
     _require_same(parts.values(), images, root)
     linked = root / "published"
     for name, listing in parts.items():
-        link_images(listing, _class_of(listing), linked / name)
+        link_images(listing, linked / name)
     if data.protocol_folders and not (linked / PROTOCOLS).is_dir():
         (linked / PROTOCOLS).unlink(missing_ok=True)
         (linked / PROTOCOLS).symlink_to(images.resolve())
@@ -276,8 +276,7 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
     listing = list_images(train)
     allocation = allocate_images(name, listing.labels, seed=seed)
     for part, rows in (("old", allocation.old_rows), ("new", allocation.new_rows)):
-        selected = listing.select(rows)
-        link_images(selected, _class_of(selected), into / part)
+        link_images(listing.select(rows), into / part)
 
 
 def link_share(train: Path, into: Path, share: float, seed: int) -> None:
@@ -301,10 +300,8 @@ def link_share(train: Path, into: Path, share: float, seed: int) -> None:
     """
     listing = list_images(train)
     # One seed permutes a class in one way, so every share is the beginning of one order.
-    selected = listing.select(
-        allocate_images("extended-data", listing.labels, share, seed).old_rows
-    )
-    link_images(selected, _class_of(selected), into)
+    allocation = allocate_images("extended-data", listing.labels, share, seed)
+    link_images(listing.select(allocation.old_rows), into)
 
 
 def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
@@ -333,7 +330,7 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
     classes = len(listing.class_names)
     # A shift by 1 to classes - 1 never gives the true class.
     labels[wrong] = (labels[wrong] + rng.integers(1, classes, len(wrong))) % classes
-    link_images(listing, [listing.class_names[label] for label in labels], into)
+    link_images(replace(listing, labels=labels), into)
 
 
 def link_later_classes(images: Path, into: Path, first_class: int) -> None:
@@ -354,38 +351,31 @@ def link_later_classes(images: Path, into: Path, first_class: int) -> None:
         PermissionError: this user may not list IMAGES.
     """
     listing = list_images(images)
-    selected = listing.select(np.flatnonzero(listing.labels >= first_class))
-    link_images(selected, _class_of(selected), into)
+    link_images(listing.select(np.flatnonzero(listing.labels >= first_class)), into)
 
 
-def link_images(listing: ImageListing, class_names: Iterable[str], into: Path) -> None:
-    """Make the folder INTO with a symbolic link to each image; do nothing if it exists.
+def link_images(listing: ImageListing, into: Path) -> None:
+    """Make the folder INTO/CLASS with a symbolic link to each image; do nothing if INTO exists.
 
     Links are absolute. A path with folders becomes one name, with __ for each slash. INTO appears
     at once, when it is complete.
 
     Args:
-        listing: n images.
-        class_names: the class folder below INTO of each image, n names.
+        listing: the images.
         into: the folder.
 
     Raises:
         OSError: the folder cannot be written, or two images would have one name; INTO.part may
             stay.
-        ValueError: there is another number of class names.
     """
     if into.is_dir():
         return
     incomplete = make_partial_folder(into)
-    for path, class_name in zip(listing.paths, class_names, strict=True):
-        target = incomplete / class_name / f"{path.replace('/', '__')}"
+    for row, path in enumerate(listing.paths):
+        target = incomplete / listing.class_of(row) / path.replace("/", "__")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to((listing.root / path).resolve())
     incomplete.rename(into)
-
-
-def _class_of(listing: ImageListing) -> list[str]:
-    return [listing.class_names[label] for label in listing.labels]
 
 
 def make_partial_folder(folder: Path) -> Path:
@@ -495,10 +485,10 @@ def link_development_images(train: Path, into: Path, class_count: int, seed: int
     """
     listing = list_images(train, class_count)
     order = np.random.default_rng(seed).permutation(class_count)
-    names = [f"{order[label]:04d}-{name}" for label, name in enumerate(listing.class_names)]
-    for part, rows in zip(("train", "test"), hold_out(listing, TEST_SHARE, seed), strict=True):
-        selected = listing.select(rows)
-        link_images(selected, [names[label] for label in selected.labels], into / part)
+    names = (f"{order[label]:04d}-{name}" for label, name in enumerate(listing.class_names))
+    renamed = replace(listing, class_names=tuple(names))
+    for part, rows in zip(_PARTS, hold_out(listing, TEST_SHARE, seed), strict=True):
+        link_images(renamed.select(rows), into / part)
 
 
 def remove_name_places(classes: NDArray[np.str_]) -> NDArray[np.str_]:

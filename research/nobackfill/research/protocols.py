@@ -14,7 +14,6 @@ import numpy as np
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.durable import make_dir, write_file
-from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import upgrade_cells
 from nobackfill.quality.criterion import INDEPENDENT, Judgement
@@ -127,9 +126,7 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
     by_query: dict[str, dict[str, PerQuery]] = {}
 
     def vectors(listing: ImageListing) -> TrainedImages:
-        return embed_row_images(
-            row, Evaluation(listing, Relevance([], []), metric, place.runs_folder / "features")
-        )
+        return embed_row_images(row, Evaluation(listing, metric, place.runs_folder / "features"))
 
     for name in available_protocols(published, root):
         with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as scratch:

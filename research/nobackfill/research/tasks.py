@@ -25,13 +25,7 @@ from nobackfill.extras import require_extra
 from nobackfill.metrics.distances import Metric
 from nobackfill.plugins.ray.cluster import join_cluster
 from nobackfill.processes import end_with_parent
-from nobackfill.research.cells import (
-    Evaluation,
-    make_evaluation,
-    read_cells,
-    row_cells,
-    write_cells,
-)
+from nobackfill.research.cells import Evaluation, read_cells, row_cells, write_cells
 from nobackfill.research.images import remove_name_places
 from nobackfill.research.presets import Split
 from nobackfill.research.protocols import protocol_cells
@@ -152,7 +146,7 @@ def _views(run: TrainingRun) -> FeatureViews:
     """Return the pictures that an upgrade's frozen models read."""
     config = _upgrade_config(run)
     # Views are made at the largest image size of the models.
-    size = max(int(str(model.config_values.get("image_size", 0))) for model in run.prerequisites)
+    size = max(model.config_values.get("image_size", 0) for model in run.prerequisites)
     keys = [f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)]
     return FeatureViews(run.folder.parent, " ".join(keys))
 
@@ -288,7 +282,7 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
 @lru_cache(maxsize=2)
 def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) -> Evaluation:
     """Return the test images of rows, cached because consecutive rows share them."""
-    return make_evaluation(_listing(images, tested, split), metric, cache)
+    return Evaluation(_listing(images, tested, split), metric, cache)
 
 
 def row_images(place: ComparisonPlace, row: MethodRow) -> ImageListing:
