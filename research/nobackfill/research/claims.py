@@ -23,7 +23,12 @@ def _criterion(row: str) -> Claim:
 SERVED = "new/served"
 # Allocations whose new training set differs from the old one.
 _ALLOCATIONS = tuple(name for name in ALLOCATIONS if name != "identical-data")
-_SIDE, _OURS = (RowName.FCT_SIMCLR, SERVED), (OURS, SERVED)
+
+
+def _claim(text: str, better: str, worse: str, cell: str = SERVED) -> Claim:
+    return Claim(text, (better, cell), (worse, cell))
+
+
 CLAIMS = (
     Claim(
         "independent models are incompatible",
@@ -31,20 +36,19 @@ CLAIMS = (
         (RowName.INDEPENDENT, "new/old"),
     ),
     *(_criterion(row) for row in BACKWARD),
-    Claim("BCT loses new/new", (RowName.INDEPENDENT, "new/new"), (RowName.BCT, "new/new")),
+    _claim("BCT loses new/new", RowName.INDEPENDENT, RowName.BCT, "new/new"),
     *(
-        Claim(
+        _claim(
             f"BCT loses new/new on {part} (FCT appendix C)",
-            (RowName.INDEPENDENT, f"new/new, {part}"),
-            (RowName.BCT, f"new/new, {part}"),
+            RowName.INDEPENDENT,
+            RowName.BCT,
+            f"new/new, {part}",
         )
         for part in (KNOWN_CLASSES, NEW_CLASSES)
     ),
     *(
-        Claim(
-            f"DMU > BCT with synthesized classifiers on {cell}",
-            (RowName.DMU, cell),
-            (RowName.BCT_SYS, cell),
+        _claim(
+            f"DMU > BCT with synthesized classifiers on {cell}", RowName.DMU, RowName.BCT_SYS, cell
         )
         for cell in ("new/new", "new/old")
     ),
@@ -63,78 +67,55 @@ CLAIMS = (
         )
     ),
     Claim("DMU's psi(old) > its raw old", (RowName.DMU, SERVED), (RowName.DMU, "new/old")),
-    Claim(
+    _claim(
         "DMU > BCT on new/new, two updates in a row",
-        (RowName.DMU_CHAIN, "new/new"),
-        (RowName.BCT_CHAIN, "new/new"),
+        RowName.DMU_CHAIN,
+        RowName.BCT_CHAIN,
+        "new/new",
     ),
-    Claim(
-        "DMU > BCT as served, two updates in a row",
-        (RowName.DMU_CHAIN, SERVED),
-        (RowName.BCT_CHAIN, SERVED),
-    ),
-    Claim("FCT with SimCLR > the strongest BCT", _SIDE, (BCT, "new/old")),
+    _claim("DMU > BCT as served, two updates in a row", RowName.DMU_CHAIN, RowName.BCT_CHAIN),
+    Claim("FCT with SimCLR > the strongest BCT", (RowName.FCT_SIMCLR, SERVED), (BCT, "new/old")),
     Claim(
         "FCT without side-information > the strongest BCT",
         (RowName.FCT_NONE, SERVED),
         (BCT, "new/old"),
     ),
-    Claim("side-information > none", _SIDE, (RowName.FCT_NONE, SERVED)),
-    Claim("SimCLR > alternate", _SIDE, (RowName.FCT_ALTERNATE, SERVED)),
-    Claim(
-        "alternate > autoencoder",
-        (RowName.FCT_ALTERNATE, SERVED),
-        (RowName.FCT_AUTOENCODER, SERVED),
-    ),
-    Claim(
+    _claim("side-information > none", RowName.FCT_SIMCLR, RowName.FCT_NONE),
+    _claim("SimCLR > alternate", RowName.FCT_SIMCLR, RowName.FCT_ALTERNATE),
+    _claim("alternate > autoencoder", RowName.FCT_ALTERNATE, RowName.FCT_AUTOENCODER),
+    _claim(
         "SimCLR on unlabelled new data > on old data",
-        (RowName.FCT_SIMCLR_UNLABELLED, SERVED),
-        _SIDE,
+        RowName.FCT_SIMCLR_UNLABELLED,
+        RowName.FCT_SIMCLR,
     ),
     *(
-        Claim(
+        _claim(
             f"SimCLR > {rival} in {count} bytes, by an affine map",
-            (setting_row_name(SIDE, f"simclr_{count}"), SERVED),
-            (setting_row_name(SIDE, f"{rival}_{count}"), SERVED),
+            setting_row_name(SIDE, f"simclr_{count}"),
+            setting_row_name(SIDE, f"{rival}_{count}"),
         )
         for count in BYTES
         for rival in OBJECTIVES
         if rival != "simclr"
     ),
-    Claim("SimCLR with multi-crop > without", (RowName.FCT_MULTICROP, SERVED), _SIDE),
-    Claim(
-        "side-information > a doubled old embedding",
-        _SIDE,
-        (RowName.FCT_DOUBLED, SERVED),
-    ),
+    _claim("SimCLR with multi-crop > without", RowName.FCT_MULTICROP, RowName.FCT_SIMCLR),
+    _claim("side-information > a doubled old embedding", RowName.FCT_SIMCLR, RowName.FCT_DOUBLED),
     Claim(
         "direct >= two-hop", (RowName.DIRECT, SERVED), (RowName.TWO_HOP, SERVED), allows_equal=True
     ),
-    Claim(
-        "two-hop with side-information > without",
-        (RowName.TWO_HOP, SERVED),
-        (RowName.TWO_HOP_NONE, SERVED),
-    ),
-    Claim("squared L2 > KL", _SIDE, (RowName.KL, SERVED)),
-    Claim("KL > reversed KL", (RowName.KL, SERVED), (RowName.REVERSED_KL, SERVED)),
-    Claim("FCT > LCE", _SIDE, (RowName.LCE, SERVED)),
-    Claim(
-        "FCT > RBT, both without side-information",
-        (RowName.FCT_NONE, SERVED),
-        (RowName.RBT, SERVED),
-    ),
-    Claim(
-        "FCT > affine, both without side-information",
-        (RowName.FCT_NONE, SERVED),
-        (RowName.AFFINE, SERVED),
-    ),
-    Claim("FCT > affine, both with SimCLR", _SIDE, (RowName.AFFINE_SIMCLR, SERVED)),
-    Claim("FCT > class centres alone", _SIDE, (RowName.SOFT_PROTOTYPES_SIMCLR, SERVED)),
-    Claim("FastFill > FCT", (RowName.FASTFILL_SIMCLR, SERVED), _SIDE),
-    Claim(
+    _claim("two-hop with side-information > without", RowName.TWO_HOP, RowName.TWO_HOP_NONE),
+    _claim("squared L2 > KL", RowName.FCT_SIMCLR, RowName.KL),
+    _claim("KL > reversed KL", RowName.KL, RowName.REVERSED_KL),
+    _claim("FCT > LCE", RowName.FCT_SIMCLR, RowName.LCE),
+    _claim("FCT > RBT, both without side-information", RowName.FCT_NONE, RowName.RBT),
+    _claim("FCT > affine, both without side-information", RowName.FCT_NONE, RowName.AFFINE),
+    _claim("FCT > affine, both with SimCLR", RowName.FCT_SIMCLR, RowName.AFFINE_SIMCLR),
+    _claim("FCT > class centres alone", RowName.FCT_SIMCLR, RowName.SOFT_PROTOTYPES_SIMCLR),
+    _claim("FastFill > FCT", RowName.FASTFILL_SIMCLR, RowName.FCT_SIMCLR),
+    _claim(
         "FastFill with h and variance apart > trained jointly",
-        (RowName.FASTFILL_SIMCLR, SERVED),
-        (RowName.FASTFILL_JOINT, SERVED),
+        RowName.FASTFILL_SIMCLR,
+        RowName.FASTFILL_JOINT,
     ),
     *(
         Claim(f"joint recipe > {text}", (RowName.RESIDUAL_JOINT, SERVED), than)
@@ -190,47 +171,45 @@ CLAIMS = (
         )
         for text, row in (("FastFill", RowName.FASTFILL_SIMCLR), ("ours", OURS))
     ),
-    Claim("ours > FastFill", _OURS, (RowName.FASTFILL_SIMCLR, SERVED)),
-    Claim("ours > FCT", _OURS, _SIDE),
-    Claim("ours > affine, both with SimCLR", _OURS, (RowName.AFFINE_SIMCLR, SERVED)),
-    Claim("ours > affine without side-information", _OURS, (RowName.AFFINE, SERVED)),
-    Claim("ours > FCT on the same views and steps", _OURS, (RowName.FCT_MIXED, SERVED)),
-    Claim("ours > affine on the same views", _OURS, (RowName.AFFINE_MIXED, SERVED)),
-    Claim("ours without labels > with", _OURS, (RowName.RESIDUAL_LABELLED, SERVED)),
-    Claim("three networks > one, ours", (RowName.RESIDUAL_THREE, SERVED), _OURS),
-    Claim("the network's share chosen > the whole, ours", (RowName.RESIDUAL_CHOSEN, SERVED), _OURS),
-    Claim("inner features > SimCLR, ours", (RowName.RESIDUAL_INNER, SERVED), _OURS),
-    Claim(
-        "a plain view beside a mixed one > mixed alone, ours",
-        (RowName.RESIDUAL_BOTH_VIEWS, SERVED),
-        _OURS,
+    _claim("ours > FastFill", OURS, RowName.FASTFILL_SIMCLR),
+    _claim("ours > FCT", OURS, RowName.FCT_SIMCLR),
+    _claim("ours > affine, both with SimCLR", OURS, RowName.AFFINE_SIMCLR),
+    _claim("ours > affine without side-information", OURS, RowName.AFFINE),
+    _claim("ours > FCT on the same views and steps", OURS, RowName.FCT_MIXED),
+    _claim("ours > affine on the same views", OURS, RowName.AFFINE_MIXED),
+    _claim("ours without labels > with", OURS, RowName.RESIDUAL_LABELLED),
+    _claim("three networks > one, ours", RowName.RESIDUAL_THREE, OURS),
+    _claim("the network's share chosen > the whole, ours", RowName.RESIDUAL_CHOSEN, OURS),
+    _claim("inner features > SimCLR, ours", RowName.RESIDUAL_INNER, OURS),
+    _claim(
+        "a plain view beside a mixed one > mixed alone, ours", RowName.RESIDUAL_BOTH_VIEWS, OURS
     ),
-    Claim(
+    _claim(
         "a same-class term on plain views > none, ours",
-        (RowName.RESIDUAL_SAME_CLASS, SERVED),
-        (RowName.RESIDUAL_BOTH_VIEWS, SERVED),
+        RowName.RESIDUAL_SAME_CLASS,
+        RowName.RESIDUAL_BOTH_VIEWS,
     ),
-    Claim("ours > class centres alone", _OURS, (RowName.SOFT_PROTOTYPES_SIMCLR, SERVED)),
-    Claim("FCT > FCT at a quarter of the width", _SIDE, (RowName.FCT_SMALL, SERVED)),
-    Claim("ours > ours at a quarter of the width", _OURS, (RowName.RESIDUAL_SMALL, SERVED)),
-    Claim("ours > ours without the listwise loss", _OURS, (RowName.RESIDUAL_NO_LISTWISE, SERVED)),
-    Claim("cached views > one view", _OURS, (RowName.RESIDUAL_ONE_VIEW, SERVED)),
-    Claim("DMU first and ours on top > ours", (RowName.DMU_RESIDUAL, SERVED), _OURS),
-    Claim("BT2 first and ours on top > ours", (RowName.BT2_RESIDUAL, SERVED), _OURS),
-    Claim(
+    _claim("ours > class centres alone", OURS, RowName.SOFT_PROTOTYPES_SIMCLR),
+    _claim("FCT > FCT at a quarter of the width", RowName.FCT_SIMCLR, RowName.FCT_SMALL),
+    _claim("ours > ours at a quarter of the width", OURS, RowName.RESIDUAL_SMALL),
+    _claim("ours > ours without the listwise loss", OURS, RowName.RESIDUAL_NO_LISTWISE),
+    _claim("cached views > one view", OURS, RowName.RESIDUAL_ONE_VIEW),
+    _claim("DMU first and ours on top > ours", RowName.DMU_RESIDUAL, OURS),
+    _claim("BT2 first and ours on top > ours", RowName.BT2_RESIDUAL, OURS),
+    _claim(
         "lambda-orthogonality first and ours on top > ours",
-        (RowName.LAMBDA_ORTHOGONAL_RESIDUAL, SERVED),
-        _OURS,
+        RowName.LAMBDA_ORTHOGONAL_RESIDUAL,
+        OURS,
     ),
     *(
-        Claim(f"best held-out epoch > last, {row}", (best, SERVED), (row, SERVED))
+        _claim(f"best held-out epoch > last, {row}", best, row)
         for row, best in (
             (RowName.FCT_SIMCLR, RowName.FCT_SIMCLR_BEST),
             (RowName.RESIDUAL_SIMCLR, RowName.RESIDUAL_BEST),
         )
     ),
     *(
-        Claim(f"new classes up-weighted > not, {row}", (upweighted, SERVED), (row, SERVED))
+        _claim(f"new classes up-weighted > not, {row}", upweighted, row)
         for row, upweighted in (
             (RowName.FCT_NONE, RowName.FCT_NONE_UPWEIGHTED),
             (RowName.FCT_SIMCLR, RowName.FCT_SIMCLR_UPWEIGHTED),
@@ -238,15 +217,11 @@ CLAIMS = (
             (RowName.RESIDUAL_SIMCLR, RowName.RESIDUAL_UPWEIGHTED),
         )
     ),
-    Claim("as much side-information > a quarter", _SIDE, (RowName.FCT_SIDE_QUARTER, SERVED)),
-    Claim("twice the side-information > as much", (RowName.FCT_SIDE_DOUBLE, SERVED), _SIDE),
-    Claim("side-information in floats > in bits", _SIDE, (RowName.FCT_BINARY_SIMCLR, SERVED)),
-    Claim(
-        "four times the bits > once",
-        (RowName.FCT_BITS_FOURFOLD, SERVED),
-        (RowName.FCT_BINARY_SIMCLR, SERVED),
-    ),
-    Claim("ours in int8 < in float32", _OURS, (RowName.RESIDUAL_INT8, SERVED)),
+    _claim("as much side-information > a quarter", RowName.FCT_SIMCLR, RowName.FCT_SIDE_QUARTER),
+    _claim("twice the side-information > as much", RowName.FCT_SIDE_DOUBLE, RowName.FCT_SIMCLR),
+    _claim("side-information in floats > in bits", RowName.FCT_SIMCLR, RowName.FCT_BINARY_SIMCLR),
+    _claim("four times the bits > once", RowName.FCT_BITS_FOURFOLD, RowName.FCT_BINARY_SIMCLR),
+    _claim("ours in int8 < in float32", OURS, RowName.RESIDUAL_INT8),
     *(
         Claim(f"{text} > the old model", (row, SERVED), (row, "old/old"))
         for text, row in (
@@ -268,24 +243,26 @@ CLAIMS = (
             ),
         )
     ),
-    Claim(
-        "direct > five small updates", _SIDE, (setting_row_name(RowName.LONG_CHAIN, HOPS), SERVED)
+    _claim(
+        "direct > five small updates",
+        RowName.FCT_SIMCLR,
+        setting_row_name(RowName.LONG_CHAIN, HOPS),
     ),
-    Claim(
+    _claim(
         "five small updates with side-information > without",
-        (setting_row_name(RowName.LONG_CHAIN, HOPS), SERVED),
-        (setting_row_name(RowName.LONG_CHAIN_NONE, HOPS), SERVED),
+        setting_row_name(RowName.LONG_CHAIN, HOPS),
+        setting_row_name(RowName.LONG_CHAIN_NONE, HOPS),
     ),
-    Claim(
+    _claim(
         "side-information > none, disjoint objectives",
-        (setting_row_name(DISJOINT, RowName.FCT_SIMCLR), SERVED),
-        (setting_row_name(DISJOINT, RowName.FCT_NONE), SERVED),
+        setting_row_name(DISJOINT, RowName.FCT_SIMCLR),
+        setting_row_name(DISJOINT, RowName.FCT_NONE),
     ),
     *(
-        Claim(
+        _claim(
             f"{text}, {domain} images",
-            (setting_row_name(domain, better), SERVED),
-            (setting_row_name(domain, worse), SERVED),
+            setting_row_name(domain, better),
+            setting_row_name(domain, worse),
         )
         for domain in SHIFTS
         for text, better, worse in (
@@ -294,21 +271,19 @@ CLAIMS = (
             ("alternate > autoencoder", RowName.FCT_ALTERNATE, RowName.FCT_AUTOENCODER),
         )
     ),
-    Claim(
-        "refined > vanilla prototypes",
-        (RowName.UNIBCT, "new/old"),
-        (RowName.UNIBCT_VANILLA, "new/old"),
-    ),
-    Claim(
+    _claim("refined > vanilla prototypes", RowName.UNIBCT, RowName.UNIBCT_VANILLA, "new/old"),
+    _claim(
         "refined > vanilla prototypes at 20 % wrong labels",
-        (RowName.NOISY_UNIBCT, "new/old"),
-        (RowName.NOISY_UNIBCT_VANILLA, "new/old"),
+        RowName.NOISY_UNIBCT,
+        RowName.NOISY_UNIBCT_VANILLA,
+        "new/old",
     ),
     *(
-        Claim(
+        _claim(
             f"refined > vanilla prototypes, {allocation}",
-            (setting_row_name(allocation, RowName.REFINED), "new/old"),
-            (setting_row_name(allocation, RowName.VANILLA), "new/old"),
+            setting_row_name(allocation, RowName.REFINED),
+            setting_row_name(allocation, RowName.VANILLA),
+            "new/old",
         )
         for allocation in _ALLOCATIONS
     ),
