@@ -1,6 +1,8 @@
 """Tables of LanceDB and of sqlite-vec: the flip and its way back, what goes along, and refusals."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import apsw
@@ -13,7 +15,8 @@ from lancedb import index
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.native_vectors import open_originals
-from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.fitting import FitFiles, fit_and_judge
+from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Reversible, Searchable, Target
@@ -21,6 +24,7 @@ from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError, 
 from nobackfill.plugins.lancedb import LanceSource
 from nobackfill.plugins.sqlite_vec import VecDatabase
 from nobackfill.vectors import Vectors
+from tests.adopt.made import write_parquet
 from tests.adopt.stores import MADE, Lance, SqliteVec
 
 MAP = fit_maps(MADE.old, MADE.new)["affine"]
@@ -51,6 +55,42 @@ def reversible(address: str, vector: str | None = None) -> Reversible:
 def vectors_of(address: str, vector: str | None = None) -> dict[str, Vectors]:
     rows = read_all(open_source(address, vector=vector))
     return dict(zip(rows.ids, rows.vectors, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lance", "sqlite"])
+def test_fit_tells_what_carrying_takes_and_writes_nothing(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Within a factor of ten, on a machine that others use."""
+    store: Lance | SqliteVec = request.getfixturevalue(kind)
+    place = store.folder if isinstance(store, Lance) else store.path
+    address = f"{'lancedb' if isinstance(store, Lance) else 'sqlite'}:{place}#docs"
+    new = write_parquet(tmp_path / "new.parquet", MADE.ids[:60], MADE.new[:60])
+    files = sorted(p for p in place.rglob("*") if p.is_file()) or [place]
+    before = [one.read_bytes() for one in files]
+
+    def told() -> tuple[float, str]:
+        found = fit_and_judge(
+            address, str(new), FitFiles(tmp_path / "map.npz"), None, None, True, key=None,
+            vector=None,
+        )  # fmt: skip
+        (option,) = (one for one in found.json_answer["ways"] if one["name"] == "map")  # type: ignore[attr-defined]
+        return option["all_seconds"], " ".join(found.terminal_lines)
+
+    seconds, lines = told()
+    assert "leaves out" not in lines
+    assert [one.read_bytes() for one in files] == before
+    mapping = load_map(tmp_path / "map.npz")
+    begun = time.perf_counter()
+    carry(
+        open_source(address), replace(target("docs_new"), computer_digest=mapping.digest), mapping
+    )
+    took = time.perf_counter() - begun
+    assert took / 10 < seconds < took * 10
+    if isinstance(store, Lance):
+        store.table.create_index("vector", config=index.IvfFlat(num_partitions=1))
+        _, lines = told()
+        assert '"in all" leaves out building the index' in lines
 
 
 def check_mapped(found: dict[str, Vectors]) -> None:

@@ -14,8 +14,7 @@ from nobackfill.adopt.fitting import FitFiles
 from nobackfill.adopt.fitting import fit_and_judge as fit
 from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.pgvector import PgvectorSource
-from nobackfill.adopt.sources.source import Target
+from nobackfill.adopt.sources.source import CostEstimator, MigrationTrial, Target
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -203,8 +202,10 @@ def test_the_time_of_an_index_is_estimated_by_that_of_some_vectors(
 
     def estimate() -> float | None:
         source = open_source(f"{address}#t")
-        assert isinstance(source, PgvectorSource)
-        return source.estimate_index_seconds(vectors[:500], len(vectors))
+        assert isinstance(source, CostEstimator)
+        some = vectors[:500]
+        trial = MigrationTrial(some, some, len(vectors), 0.0, lambda scratch: 0.0)
+        return source.estimate_costs(trial).index_seconds
 
     told = estimate()
     left = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'nobackfill%'")

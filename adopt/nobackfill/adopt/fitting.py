@@ -2,9 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -29,16 +27,17 @@ from nobackfill.adopt.maps import (
 )
 from nobackfill.adopt.page import format_duration, format_figure_percent, render_verdict
 from nobackfill.adopt.pairs import WINDOW_ITEMS, MatchResult, Pairs, match_by_id
-from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import (
-    POSTGRESQL_SCHEMES,
     open_item_vectors,
     open_source,
     refuse_vectors_with_role,
 )
 from nobackfill.adopt.sources.source import (
     DOCUMENTS,
+    CostEstimator,
     EmbeddedSource,
+    MigrationCosts,
+    MigrationTrial,
     Source,
     Target,
     check_same_model,
@@ -50,12 +49,8 @@ from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 
 # Smallest number of queries for a verdict.
 LEAST_QUERIES = 20
-# Windows of a store that are read to estimate what a migration takes.
-MEASURED_WINDOWS = 3
-# Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
-POSTGRESQL_COST_FACTOR = 5.0
-# New vectors whose index is built to estimate that of all.
-INDEXED_VECTORS = 2000
+# Name of the new vectors in a scratch store; no table of the user has a column of this name.
+_SCRATCH_NAME = "trial_of_nobackfill"
 # The fact of a map that names the recommended option of its verdict.
 VERDICT_FACT = "verdict"
 # The old model and the new one; None: not known.
@@ -117,7 +112,7 @@ def fit_and_judge(
     after the other; those before an error stay.
 
     It may take minutes and much memory: pairs, queries and maps are held at once. To estimate times
-    it migrates pairs in a temporary folder.
+    some stores migrate items in a temporary folder.
 
     Args:
         old: Address of the store with the old vectors.
@@ -198,12 +193,17 @@ def fit_and_judge(
             "that `nobackfill embed` wrote with the new model"
         )
     queries = None if query_sources is None else read_known_item_queries(pairs, *query_sources)
-    migrating = _migration_seconds(old, old_source, pairs)
-    # `migrate` and `carry --vectors` reuse the sample's vectors.
     count = old_source.count()
-    index = _index_seconds(old, old_source, pairs, count)
+    costs = _estimate_costs(old_source, pairs, count)
     cost = Cost(
-        count, old_seconds, _seconds(new_source), migrating, new_seconds, len(pairs), index or 0.0
+        count,
+        old_seconds,
+        _seconds(new_source),
+        costs.item_seconds,
+        new_seconds,
+        # `migrate` and `carry --vectors` reuse the sample's vectors.
+        len(pairs),
+        costs.index_seconds or 0.0,
     )
     verdict = decide(
         pairs,
@@ -220,7 +220,7 @@ def fit_and_judge(
         notes=[
             *_side_notes(old_source, new_source, matched),
             *verdict.notes,
-            _cost_note(migrating, index),
+            _cost_note(costs),
         ],
     )
     lines = ([] if converter is None else [converter.sentence]) + _lines(verdict)
@@ -421,66 +421,36 @@ def _seconds(source: Source) -> float | None:
     return source.seconds_per_item() if isinstance(source, EmbeddedSource) else None
 
 
-def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | None:
-    """Estimate the seconds to migrate one item: read, map, write and check.
-
-    Reading is measured on windows of the store. Writing is measured on files of the pairs, or for
-    PostgreSQL estimated from reading.
-
-    Returns:
-        None for a server whose writing is not calibrated.
-    """
+def _estimate_costs(source: Source, pairs: Pairs, item_count: int) -> MigrationCosts:
+    """Let the store estimate what a migration takes; without an answer nothing is known."""
+    if not isinstance(source, CostEstimator):
+        return MigrationCosts()
     a, b = pairs.old.shape[1], pairs.new.shape[1]
     mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit_norm=True)
     window = np.resize(pairs.old, (WINDOW_ITEMS, a))
     started = time.perf_counter()
-    rows = sum(
-        len(source.read(one)) for one in islice(source.windows(WINDOW_ITEMS), MEASURED_WINDOWS)
-    )
-    reading = (time.perf_counter() - started) / max(1, rows)
-    if address.startswith(POSTGRESQL_SCHEMES):
+    mapping(window)
+    map_seconds = (time.perf_counter() - started) / WINDOW_ITEMS
+
+    def carry_seconds(scratch: Source) -> float:
         started = time.perf_counter()
-        mapping(window)
-        return POSTGRESQL_COST_FACTOR * reading + (time.perf_counter() - started) / WINDOW_ITEMS
-    if ":" in address.partition("/")[0]:
-        return None
-    with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
-        np.save(Path(folder, "ids.npy"), np.arange(WINDOW_ITEMS))
-        np.save(Path(folder, "old.npy"), window)
-        started = time.perf_counter()
-        carry(ArraySource(Path(folder)), Target("new", b, mapping.digest), mapping)
-        # Every item is read twice: to migrate it, and to check it.
-        return 2 * reading + (time.perf_counter() - started) / WINDOW_ITEMS
+        carry(scratch, Target(_SCRATCH_NAME, b, mapping.digest), mapping)
+        return (time.perf_counter() - started) / max(1, scratch.count())
+
+    trial = MigrationTrial(pairs.old, pairs.new, item_count, map_seconds, carry_seconds)
+    return source.estimate_costs(trial)
 
 
-def _index_seconds(address: str, source: Source, pairs: Pairs, item_count: int) -> float | None:
-    """Estimate the seconds to build the index of all new vectors.
-
-    Returns:
-        0 for files, which have no index; None where it is unknown.
-    """
-    if address.startswith(POSTGRESQL_SCHEMES):
-        from nobackfill.adopt.sources.pgvector import PgvectorSource
-
-        assert isinstance(source, PgvectorSource)
-        return source.estimate_index_seconds(pairs.new[:INDEXED_VECTORS], item_count)
-    return None if ":" in address.partition("/")[0] else 0.0
-
-
-def _cost_note(migrating: float | None, index: float | None) -> str:
-    """State what the times of a verdict assume, and which steps they leave out.
-
-    Args:
-        migrating: Seconds to migrate an item; None: not measured.
-        index: Seconds to build the index; 0: there is none; None: not measured.
-    """
+def _cost_note(costs: MigrationCosts) -> str:
+    """State what the times of a verdict assume, and which steps they leave out."""
     note = "times assume that the models and the store stay as busy as they were when measured"
-    if migrating is None:
+    if costs.item_seconds is None:
         return note + '; "in all" leaves out writing to the store and its index'
-    if index is None:
+    if costs.index_seconds is None:
         return note + '; "in all" leaves out building the index'
-    if index:
-        note += f"; building the index ({format_duration(index)}) is estimated from a small one"
+    if costs.index_seconds:
+        duration = format_duration(costs.index_seconds)
+        note += f"; building the index ({duration}) is estimated from a small one"
     return note
 
 

@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from nobackfill.adopt.sources.source import (
     ColumnValues,
     Facts,
+    MigrationCosts,
+    MigrationTrial,
     Rows,
     SearchMetric,
     Target,
@@ -55,6 +58,8 @@ _METRICS: Mapping[str, SearchMetric] = {
 }  # fmt: skip
 # Rows whose vectors are in memory at once.
 _PAGE = 2000
+# Rows that are copied to a temporary file to estimate what a migration takes.
+_TRIAL_ROWS = 5000
 # The most neighbours that vec0 returns.
 _MOST_HITS = 4096
 _WAIT_MS = 10_000
@@ -169,6 +174,7 @@ class VecRow:
         return hashlib.sha256(whole + text).hexdigest()[:32]
 
 
+_One = TypeVar("_One")
 _INHERITED: list[object] = []
 
 
@@ -835,6 +841,32 @@ class SqliteVecSource:
     def close(self) -> None:
         """Do nothing: a connection ends with its thread or with this object."""
 
+    def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
+        """Estimate the seconds of a migration by one of the first rows, in a temporary file.
+
+        Returns:
+            Seconds of an item, and none of an index, because vec0 has none.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a full disk.
+        """
+        table = self._table
+        with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
+            path = Path(folder, "trial.db")
+            path.touch()
+            database = VecDatabase(str(path))
+            database.query_all(table.copy_statement(table.name, table.vector.dim))
+            with self._database.transaction("DEFERRED"):
+                first = filter(None, map(table.rowids, self.windows(_TRIAL_ROWS)))
+                rows = table.rows(next(first, []))
+            copy = VecTable(database, table.name, self.vector)
+            with database.transaction():
+                for page in _pages(rows):
+                    copy.insert(page, np.stack([row.vector for row in page]))
+            scratch = SqliteVecSource(str(path), table.name, self.vector)
+            return MigrationCosts(trial.carry_seconds(scratch), 0.0)
+
     def warnings(self, new_name: str) -> list[str]:
         """Return a sentence about triggers that name this table; empty if there are none.
 
@@ -1400,7 +1432,7 @@ def _all_keys(table: VecTable) -> set[Any]:
     }
 
 
-def _pages(places: Sequence[int]) -> Iterator[Sequence[int]]:
+def _pages(places: Sequence[_One]) -> Iterator[Sequence[_One]]:
     for first in range(0, len(places), _PAGE):
         yield places[first : first + _PAGE]
 

@@ -19,9 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nobackfill.adopt.sources.arrays import estimate_file_costs
 from nobackfill.adopt.sources.source import (
     ColumnValues,
     Facts,
+    MigrationCosts,
+    MigrationTrial,
     Rows,
     Target,
     Window,
@@ -338,6 +341,10 @@ class ParquetSource:
                 remove_tree(path)
         remove_tree(folder)
         return True
+
+    def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
+        """Estimate the seconds of a migration; see `estimate_file_costs`."""
+        return estimate_file_costs(self, trial)
 
     def _folder(self, name: str) -> Path:
         # Readers of a folder of Parquet files skip names with an underscore.

@@ -19,6 +19,8 @@ from nobackfill.adopt.sources.source import (
     OTHER_MIGRATION_MESSAGE,
     ColumnValues,
     Facts,
+    MigrationCosts,
+    MigrationTrial,
     Rows,
     SearchMetric,
     Target,
@@ -26,6 +28,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     old_name_after_flip,
     stack_vectors,
+    time_reading,
 )
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, join_few
 from nobackfill.extras import require_extra
@@ -55,6 +58,10 @@ with require_extra("adopt"):
         stale_sentence,
     )
 
+# Seconds to read, write and check an item, in multiples of reading it.
+_COST_FACTOR = 5.0
+# New vectors whose index is built to estimate that of all.
+_INDEXED_VECTORS = 2000
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
     "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
 }  # fmt: skip
@@ -358,19 +365,25 @@ class PgvectorSource:
         )
         return [name for (name,) in found]
 
-    def estimate_index_seconds(self, vectors: Vectors, item_count: int) -> float | None:
-        """Estimate the seconds to build the index of new vectors on a temporary table.
+    def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
+        """Estimate the seconds of a migration. Nothing is written to the table.
 
-        Nothing is written to the table.
-
-        Args:
-            vectors: New vectors, float32 [n, dim], at least two.
-            item_count: Number of vectors of the index.
+        An item takes a multiple of reading it. The time of the index is that of a small one on a
+        temporary table.
 
         Returns:
-            None where it is unknown; see `pgvector_target.estimate_index_seconds`.
+            Unknown seconds of the index where `pgvector_target.estimate_index_seconds` says so.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user, or may hide rows from this role.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
         """
-        return pgvector_target.estimate_index_seconds(self._table, self, vectors, item_count)
+        index = pgvector_target.estimate_index_seconds(
+            self._table, self, trial.new[:_INDEXED_VECTORS], trial.item_count
+        )
+        return MigrationCosts(_COST_FACTOR * time_reading(self) + trial.map_seconds, index)
 
     @cached_property
     def _search_settings(self) -> LiteralString:

@@ -8,9 +8,11 @@ BusyError (others hold the store, or its server has too many requests).
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import SplitResult, urlsplit
@@ -133,6 +135,39 @@ class ColumnValues:
 
     ids: list[str]
     values: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MigrationCosts:
+    """Estimated seconds of a migration in one store.
+
+    Attributes:
+        item_seconds: Seconds to read, map, write and check an item; None: not measured.
+        index_seconds: Seconds to build the index of all new vectors; 0: the store builds none;
+            None: not measured.
+    """
+
+    item_seconds: float | None = None
+    index_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MigrationTrial:
+    """The means by which a store estimates its MigrationCosts.
+
+    Attributes:
+        old: Old vectors of some items, float32 [n, a], at least two.
+        new: Their new vectors, float32 [n, b].
+        item_count: Number of items of the store.
+        map_seconds: Seconds to map an item.
+        carry_seconds: Migrates all items of a scratch source, and returns the seconds of an item.
+    """
+
+    old: Vectors
+    new: Vectors
+    item_count: int
+    map_seconds: float
+    carry_seconds: Callable[["Source"], float]
 
 
 class TargetVectors(Protocol):
@@ -595,6 +630,22 @@ class EmbeddedSource(Source, Protocol):
 
 
 @runtime_checkable
+class CostEstimator(Source, Protocol):
+    """A source that estimates what a migration in its store takes."""
+
+    def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
+        """Estimate the seconds of a migration. Nothing is written to the store itself.
+
+        Raises:
+            InvalidInputError: A file is damaged, or vectors have several dimensions.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
+            NotFoundError: The table or the collection was deleted.
+            BusyError: Others hold the store, or its server has too many requests.
+        """
+
+
+@runtime_checkable
 class Dimensioned(Source, Protocol):
     """A source whose items may have vectors of several dimensions."""
 
@@ -662,6 +713,28 @@ class Searchable(Source, Protocol):
         A store that a program opened whole cannot be used afterwards; see the class. It raises
         nothing.
         """
+
+
+# Rows of a window, and number of windows, that are read to measure what reading takes.
+_TIMED_ROWS, _TIMED_WINDOWS = 10_000, 3
+
+
+def time_reading(source: Source) -> float:
+    """Measure the seconds to read an item, on the first windows of a source.
+
+    Returns:
+        The mean over up to 30,000 items; for a source without items, the seconds to find none.
+
+    Raises:
+        InvalidInputError: A file is damaged, or vectors have several dimensions.
+        UnavailableError: The server does not answer.
+        NotPermittedError: The server refuses the user.
+        NotFoundError: The table or the collection was deleted.
+        BusyError: Others hold the store, or its server has too many requests.
+    """
+    started = time.perf_counter()
+    rows = sum(len(source.read(one)) for one in islice(source.windows(_TIMED_ROWS), _TIMED_WINDOWS))
+    return (time.perf_counter() - started) / max(1, rows)
 
 
 def first_fingerprint(*models: str | None) -> str | None:
