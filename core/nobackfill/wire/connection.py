@@ -367,22 +367,35 @@ class Connection:
         """
         self._channel.close()
 
-    def _retry(self, attempt: Callable[[float], T], *, each: float = 10.0) -> T:
-        """Make an idempotent call with `attempt(timeout)`, with retries if they are on."""
+    def _retry(
+        self, method: Callable[..., T], request: object, *, each: float = 10.0, **options: Any
+    ) -> T:
+        """Make an idempotent call, with retries if they are on.
+
+        Args:
+            method: It is called with the request, `timeout` in seconds, and the options.
+            request: The request.
+            each: Longest time of one attempt in seconds, if there are retries.
+            options: Further options of the method.
+        """
         if not self._retries:
-            return self._call_once(attempt)
+            return self._call_once(method, request, **options)
         return call_until_success(
-            attempt,
+            lambda timeout: method(request, timeout=timeout, **options),
             self.address,
             seconds=self.seconds,
             attempt_seconds=each,
             gateway_count=self.address.count(",") + 1,
         )
 
-    def _call_once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
+    def _call_once(
+        self, method: Callable[..., T], request: object, *, seconds: float | None = None,
+        **options: Any,
+    ) -> T:  # fmt: skip
         """Make a call that must not be made twice."""
         with translate_errors(self.address):
-            return attempt(self.seconds if seconds is None else seconds)
+            seconds = self.seconds if seconds is None else seconds
+            return method(request, timeout=seconds, **options)
 
     def _read_stream(self, stream: Any, first: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the messages of a stream, after `first`; cancel the stream when the caller
@@ -406,7 +419,7 @@ class Connection:
             if WATCH_AGAIN_TRAILER not in dict(stream.trailing_metadata()):
                 return
             # Retry: another watcher may have taken the free place at the gateway.
-            stream, first = self._retry(lambda _seconds: _begin(begin()))
+            stream, first = self._retry(lambda _, timeout: _begin(begin()), None)
             if first == [last]:
                 first = []
 

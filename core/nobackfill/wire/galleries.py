@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from nobackfill.v1 import gallery_pb2, search_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
-from nobackfill.wire.connection import Connection
+from nobackfill.wire.connection import Connection, T
 from nobackfill.wire.values import fill_metadata, filter_message, origin_name, read_metadata
 
 Where = Mapping[str, Scalar] | Filter
@@ -97,9 +98,7 @@ class SearchCalls(Connection):
             accuracy=_accuracy(ef, exact),
         )
         metadata = None if session is None else (("x-session", session),)
-        return _answer(
-            self._retry(lambda t: self._searches.Search(request, timeout=t, metadata=metadata))
-        )
+        return _answer(self._retry(self._searches.Search, request, metadata=metadata))
 
     def feedback(self, gallery: str, request_id: str, item: str, kind: str) -> bool:
         """Report that a user clicked, confirmed or rejected a hit.
@@ -131,7 +130,7 @@ class SearchCalls(Connection):
         request = search_pb2.FeedbackRequest(
             gallery=gallery, request_id=request_id, item_id=item, kind=FEEDBACK[kind]
         )
-        return self._retry(lambda t: self._searches.Feedback(request, timeout=t)).counted
+        return self._retry(self._searches.Feedback, request).counted
 
     def search_batch(
         self,
@@ -189,7 +188,7 @@ class SearchCalls(Connection):
             filter=filter_message(where),
             accuracy=_accuracy(ef, exact),
         )
-        answer = self._retry(lambda t: self._searches.SearchBatch(request, timeout=t))
+        answer = self._retry(self._searches.SearchBatch, request)
         return [_answer(response) for response in answer.responses]
 
 
@@ -315,9 +314,7 @@ class GalleryCalls(Connection):
         """
         request = gallery_pb2.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
         try:
-            return self._call_once(
-                lambda t: self._galleries.CreateGallery(request, timeout=t)
-            ).gallery
+            return self._call_once(self._galleries.CreateGallery, request).gallery
         except AlreadyExistsError:
             if not exist_ok:
                 raise
@@ -335,7 +332,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.GetGalleryRequest(name=gallery)
-        return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
+        return self._retry(self._galleries.GetGallery, request).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
         """Yield all galleries by name, reading them page by page.
@@ -351,12 +348,8 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.ListGalleriesRequest(page_size=_PAGE)
-        while True:
-            answer = self._retry(lambda t: self._galleries.ListGalleries(request, timeout=t))
-            yield from answer.galleries
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
+        for page in self._read_pages(self._galleries.ListGalleries, request):
+            yield from page.galleries
 
     def update_gallery(
         self, gallery: str, *, exact_distances: bool | None = None,
@@ -389,7 +382,7 @@ class GalleryCalls(Connection):
         request = gallery_pb2.UpdateGalleryRequest(
             name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
         )
-        return self._retry(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
+        return self._retry(self._galleries.UpdateGallery, request).gallery
 
     def delete_gallery(self, gallery: str) -> None:
         """Delete a gallery and all its items, permanently, once no call uses it. Not retried.
@@ -403,7 +396,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteGalleryRequest(name=gallery)
-        self._call_once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
+        self._call_once(self._galleries.DeleteGallery, request)
 
     def status(self, gallery: str) -> Status:
         """Return how many items a gallery holds, and which release answers in it.
@@ -457,19 +450,7 @@ class GalleryCalls(Connection):
                 fails.
             TypeError: An image is neither bytes nor a path; earlier pieces stay stored.
         """
-        unsent: dict[str, str] = {}
-
-        def items() -> Iterator[gallery_pb2.PutItem]:
-            for name, image in images.items():
-                try:
-                    item = _item(name, (metadata or {}).get(name, {}))
-                    item.image = image_bytes(image)
-                except InvalidInputError as error:
-                    unsent[name] = str(error)
-                else:
-                    yield item
-
-        return {**self.put_items(gallery, items()), **unsent}
+        return self._put_each(gallery, images, metadata, "image", image_bytes)
 
     def put_texts(
         self,
@@ -507,13 +488,19 @@ class GalleryCalls(Connection):
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
         """
+        return self._put_each(gallery, texts, metadata, "text", check_text)
+
+    def _put_each(
+        self, gallery: str, values: Mapping[str, T],
+        metadata: Mapping[str, Mapping[str, Scalar]] | None, field: str, encode: Callable[[T], Any],
+    ) -> Mapping[str, str]:  # fmt: skip
         unsent: dict[str, str] = {}
 
         def items() -> Iterator[gallery_pb2.PutItem]:
-            for name, text in texts.items():
+            for name, value in values.items():
                 try:
                     item = _item(name, (metadata or {}).get(name, {}))
-                    item.text = check_text(text)
+                    setattr(item, field, encode(value))
                 except InvalidInputError as error:
                     unsent[name] = str(error)
                 else:
@@ -559,18 +546,18 @@ class GalleryCalls(Connection):
         refusals: dict[str, str] = {}
         count = 0
         for piece in _pieces(items):
-            for answer in self._put(gallery_pb2.PutItemsRequest(gallery=gallery, items=piece)):
+            request = gallery_pb2.PutItemsRequest(gallery=gallery, items=piece)
+            # A piece may take as long as the whole call.
+            for answer in self._retry(self._put, request, each=self.seconds):
                 refusals.update((error.id, error.message) for error in answer.errors)
             count += len(piece)
             progress(count - len(refusals))
         return refusals
 
-    def _put(self, piece: gallery_pb2.PutItemsRequest) -> Sequence[gallery_pb2.PutItemsResponse]:
-        def attempt(timeout: float) -> Sequence[gallery_pb2.PutItemsResponse]:
-            return tuple(self._galleries.PutItems(iter([piece]), timeout=timeout))
-
-        # A piece may take as long as the whole call.
-        return self._retry(attempt, each=self.seconds)
+    def _put(
+        self, piece: gallery_pb2.PutItemsRequest, timeout: float
+    ) -> Sequence[gallery_pb2.PutItemsResponse]:
+        return tuple(self._galleries.PutItems(iter([piece]), timeout=timeout))
 
     def get(self, gallery: str, id: str) -> Item:
         """Return an item of a gallery by its id. Retried until the connection's `seconds` are over.
@@ -585,7 +572,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=id)
-        return _read(self._retry(lambda t: self._galleries.GetItem(request, timeout=t)))
+        return _read(self._retry(self._galleries.GetItem, request))
 
     def list(
         self, gallery: str, *, where: Where | None = None, least_certain: bool = False
@@ -617,12 +604,13 @@ class GalleryCalls(Connection):
         )
         if least_certain:
             request.order = gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
-        return self._read_pages(request)
+        pages = self._read_pages(self._galleries.ListItems, request)
+        return (_read(item) for page in pages for item in page.items)
 
-    def _read_pages(self, request: gallery_pb2.ListItemsRequest) -> Iterator[Item]:
+    def _read_pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
         while True:
-            answer = self._retry(lambda t: self._galleries.ListItems(request, timeout=t))
-            yield from map(_read, answer.items)
+            answer = self._retry(method, request)
+            yield answer
             if not answer.next_page_token:
                 return
             request.page_token = answer.next_page_token
@@ -644,7 +632,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=filter_message(where))
-        return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
+        return int(self._retry(self._galleries.CountItems, request).items)
 
     def set_metadata(
         self,
@@ -689,7 +677,7 @@ class GalleryCalls(Connection):
         if where is not None:
             request.filter.CopyFrom(filter_message(where))
         fill_metadata(values, request.set)
-        return int(self._retry(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
+        return int(self._retry(self._galleries.SetMetadata, request).items)
 
     def delete(self, gallery: str, ids: Sequence[str] = (), *, where: Where | None = None) -> int:
         """Delete items by id or by filter, permanently.
@@ -722,9 +710,7 @@ class GalleryCalls(Connection):
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:
             request.filter.CopyFrom(filter_message(where))
-        return int(
-            self._call_once(lambda t: self._galleries.DeleteItems(request, timeout=t)).deleted
-        )
+        return int(self._call_once(self._galleries.DeleteItems, request).deleted)
 
 
 def _item(name: str, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:

@@ -15,15 +15,7 @@ from nobackfill.wire.galleries import GalleryCalls, SearchCalls, image_bytes
 
 # ReleaseService: published releases, and the active one.
 
-ROLLOUTS: Mapping[str, release_pb2.Rollout] = {
-    release_pb2.Rollout.Name(number).removeprefix("ROLLOUT_").lower(): number
-    for number in (
-        release_pb2.ROLLOUT_UNSPECIFIED,
-        release_pb2.ROLLOUT_DIRECT,
-        release_pb2.ROLLOUT_DUAL,
-        release_pb2.ROLLOUT_CUTOVER,
-    )
-}
+ROLLOUTS = tuple(name.removeprefix("ROLLOUT_").lower() for name, _ in release_pb2.Rollout.items())
 # A rollback or a retirement waits for running work.
 _CHANGE_SECONDS = 600.0
 
@@ -48,7 +40,7 @@ class ReleaseCalls(Connection):
             ValueError: The connection was closed.
         """
         request = release_pb2.ListReleasesRequest()
-        return self._retry(lambda t: self._releases.ListReleases(request, timeout=t)).releases
+        return self._retry(self._releases.ListReleases, request).releases
 
     def get_release(self, number: int) -> release_pb2.Release:
         """Return a release with its manifest. Retried until the connection's `seconds` are over.
@@ -61,7 +53,7 @@ class ReleaseCalls(Connection):
             ValueError: The connection was closed.
         """
         request = release_pb2.GetReleaseRequest(number=number)
-        return self._retry(lambda t: self._releases.GetRelease(request, timeout=t)).release
+        return self._retry(self._releases.GetRelease, request).release
 
     def watch_releases(self) -> Iterator[Sequence[release_pb2.Release]]:
         """Yield the list of releases now, and again after each change; without end.
@@ -155,7 +147,7 @@ class ReleaseCalls(Connection):
             )
         request = release_pb2.ActivateReleaseRequest(
             number=number,
-            rollout=ROLLOUTS[rollout],
+            rollout=f"ROLLOUT_{rollout.upper()}",
             spare_cores=spare_cores,
             old_space_seconds=old_space_seconds,
             canary=canary,
@@ -222,7 +214,7 @@ class ReleaseCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
-        self._retry(lambda t: self._releases.ReportSync(report, timeout=t))
+        self._retry(self._releases.ReportSync, report)
 
     def rollback(
         self, *, confirm: bool = False, to: int = 0, canary: int = 0
@@ -261,9 +253,7 @@ class ReleaseCalls(Connection):
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
-        return self._call_once(
-            lambda t: self._releases.RollbackRelease(request, timeout=t), seconds=seconds
-        )
+        return self._call_once(self._releases.RollbackRelease, request, seconds=seconds)
 
     def retire(self) -> Sequence[int]:
         """Delete spaces and models of all older releases, permanently. No rollback then.
@@ -284,9 +274,8 @@ class ReleaseCalls(Connection):
             ValueError: The connection was closed.
         """
         request = release_pb2.RetireReleaseRequest()
-        return self._call_once(
-            lambda t: self._releases.RetireRelease(request, timeout=t), seconds=_CHANGE_SECONDS
-        ).retired
+        answer = self._call_once(self._releases.RetireRelease, request, seconds=_CHANGE_SECONDS)
+        return answer.retired
 
 
 # UpgradeService: migration of galleries into another release's space.
@@ -326,7 +315,7 @@ class UpgradeCalls(Connection):
         request = upgrade_pb2.EstimateUpgradeRequest(
             gallery=gallery, release=release, spare_cores=spare_cores
         )
-        return self._call_once(lambda t: self._upgrades.EstimateUpgrade(request, timeout=t))
+        return self._call_once(self._upgrades.EstimateUpgrade, request)
 
     def start_upgrade(
         self,
@@ -380,7 +369,7 @@ class UpgradeCalls(Connection):
             backfill=images,
             backfill_budget=budget,
         )
-        return self._call_once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
+        return self._call_once(self._upgrades.StartUpgrade, request).progress
 
     def watch_upgrade(
         self, gallery: str, *, by_key: str = ""
@@ -427,7 +416,7 @@ class UpgradeCalls(Connection):
             ValueError: The connection was closed.
         """
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
-        return self._retry(lambda t: self._upgrades.PauseUpgrade(request, timeout=t)).progress
+        return self._retry(self._upgrades.PauseUpgrade, request).progress
 
 
 # VaultService: blobs of ciphertext, in pieces.
@@ -457,7 +446,12 @@ class VaultCalls(Connection):
             ValueError: The connection was closed.
         """
         request = vault_pb2.PutBlobRequest(blob=blob)
-        return int(self._retry(lambda t: self._vault.PutBlob(iter([request]), timeout=t)).received)
+        return int(self._retry(self._put_request, request).received)
+
+    def _put_request(
+        self, request: vault_pb2.PutBlobRequest, timeout: float
+    ) -> vault_pb2.PutBlobResponse:
+        return self._vault.PutBlob(iter([request]), timeout=timeout)
 
     def put_blob(
         self,
@@ -501,18 +495,12 @@ class VaultCalls(Connection):
         """
 
         def requests() -> Iterator[vault_pb2.PutBlobRequest]:
-            first = True
-            for chunk in chunks:
+            for number, chunk in enumerate(chunks):
                 yield vault_pb2.PutBlobRequest(
-                    blob=blob if first else None, offset=offset if first else 0, chunk=chunk
+                    blob=None if number else blob, offset=0 if number else offset, chunk=chunk
                 )
-                first = False
 
-        return int(
-            self._call_once(
-                lambda t: self._vault.PutBlob(requests(), timeout=t), seconds=seconds
-            ).received
-        )
+        return int(self._call_once(self._vault.PutBlob, requests(), seconds=seconds).received)
 
     def get_blob(
         self, blob_id: str, offset: int = 0, *, seconds: float | None = None
@@ -553,7 +541,7 @@ class VaultCalls(Connection):
         """
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
         with suppress(NotFoundError):
-            self._retry(lambda t: self._vault.DeleteBlob(request, timeout=t))
+            self._retry(self._vault.DeleteBlob, request)
 
     def list_blobs(self, page_token: str = "") -> vault_pb2.ListBlobsResponse:
         """Return a page of this token's complete blobs by rising id, and the token of the next
@@ -571,7 +559,7 @@ class VaultCalls(Connection):
             ValueError: The connection was closed.
         """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)
-        return self._retry(lambda t: self._vault.ListBlobs(request, timeout=t))
+        return self._retry(self._vault.ListBlobs, request)
 
 
 class Gateway(SearchCalls, GalleryCalls, ReleaseCalls, UpgradeCalls, VaultCalls):
