@@ -35,13 +35,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.adopt.verdict import Cost as Cost, Verdict as Verdict, decide as decide
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "carrying": "carry",
-            "judgement": "Queries",
-            "maps": "Map fit_maps load_map save_map",
-            "pairs": "Pairs inspect match_by_id sample_spread_rows",
-            "verdict": "Cost Verdict decide",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

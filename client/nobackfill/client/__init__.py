@@ -25,6 +25,4 @@ if TYPE_CHECKING:
     from nobackfill.client.device import Device as Device
     from nobackfill.wire.gateway import Gateway as Gateway
 else:
-    __getattr__ = export_lazily(
-        "nobackfill", {"client.device": "Device", "wire.gateway": "Gateway"}
-    )
+    __getattr__ = export_lazily(__name__)

@@ -37,15 +37,4 @@ if TYPE_CHECKING:
         PutResult as PutResult,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "filter_engine": "passing_labels",
-            "filters": "All AnyOf Exists Not OneOf Range TimeRange",
-            "spec": "SpaceInfo SpaceSpec",
-            "sqlite_file": "StoredItem",
-            "sqlite_gallery": "SqliteGallery",
-            "staging": "Estimate run_upgrade",
-            "store": "Change NewVectors PutResult",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

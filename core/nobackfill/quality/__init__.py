@@ -44,13 +44,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.quality.route_evidence import backfill_curves as backfill_curves
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "cells": "CellName list_cells parse_cell served_cells",
-            "embedded": "EmbeddedListing PublishedListing",
-            "gate": "ReleaseEvidence measure_release",
-            "retrieval": "MatrixCell CellFigures evaluate_cells search_and_measure measure_cell",
-            "route_evidence": "backfill_curves",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -52,15 +52,4 @@ if TYPE_CHECKING:
         plan_route as plan_route,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "calibration": "Scorer match_probabilities",
-            "manifest": "Calibration Manifest Upgrade parse_manifest",
-            "models": "ImageEmbedder SideEncoder UpgradeModel "
-            "Upgraded open_embedder open_side_encoder open_upgrade",
-            "probes": "check_probes check_release",
-            "routes": "Route RouteRunner iterate_routes open_route plan_route",
-            "text_models": "TextModel open_text_encoder",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

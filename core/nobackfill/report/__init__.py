@@ -15,9 +15,4 @@ from nobackfill.faces import export_lazily
 if TYPE_CHECKING:
     from nobackfill.report.page import upgrade_page as upgrade_page
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "page": "upgrade_page",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

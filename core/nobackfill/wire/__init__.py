@@ -21,11 +21,4 @@ if TYPE_CHECKING:
     from nobackfill.wire.answers import Status as Status
     from nobackfill.wire.gateway import Gateway as Gateway
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            # These need no gRPC.
-            "answers": "Answer Hit Image Item Status",
-            "gateway": "Gateway",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -23,13 +23,4 @@ if TYPE_CHECKING:
     from nobackfill.research.results import Results as Results
     from nobackfill.research.rows import MethodRow as MethodRow
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "catalogue": "list_rows",
-            "cells": "Cells",
-            "presets": "Preset Split preset_named",
-            "results": "Results",
-            "rows": "MethodRow",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

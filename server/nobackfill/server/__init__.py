@@ -20,10 +20,4 @@ if TYPE_CHECKING:
     from nobackfill.server.gateway import GatewayServer as GatewayServer
     from nobackfill.server.settings import Settings as Settings, load_settings as load_settings
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "gateway": "GatewayServer",
-            "settings": "Settings load_settings",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -38,13 +38,4 @@ if TYPE_CHECKING:
         UrlItems as UrlItems,
     )
 else:
-    __getattr__ = export_lazily(
-        "nobackfill",
-        {
-            "serve.dual": "AdapterSearch Dual DualAnswer DualHit ReembeddingProgress",
-            "serving.natives": "NativeVectorFile",
-            "serve.reembedding": "ColumnItems SourceReembedding",
-            "serving.reembedding": "ReembeddingLimits",
-            "serving.sources": "FolderItems FunctionItems ItemSource UrlItems",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -41,12 +41,4 @@ if TYPE_CHECKING:
         UrlItems as UrlItems,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "fusion": "FittedRankFusion OddsLine collect_candidates",
-            "ledger": "Ledger LedgerFile",
-            "reembedding": "Backoff EmbeddingCost Reembedding ReembeddingLimits",
-            "sources": "FolderItems FunctionItems ItemSource LineItems UrlItems",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

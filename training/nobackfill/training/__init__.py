@@ -32,11 +32,4 @@ if TYPE_CHECKING:
         UpgradeShape as UpgradeShape,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "config": "Config EmbedderConfig SideEncoderConfig UpgradeConfig load_config "
-            "parse_config",
-            "method": "EmbedderInputs EmbedderMethod UpgradeInputs UpgradeMethod UpgradeShape",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -15,9 +15,4 @@ if TYPE_CHECKING:
         open_embedder as open_embedder,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "embedder": "Embedder open_embedder",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

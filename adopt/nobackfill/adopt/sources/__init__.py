@@ -26,10 +26,4 @@ if TYPE_CHECKING:
         Window as Window,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "opening": "open_searchable open_source",
-            "source": "TargetVectors Rows Searchable Source Target Window",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

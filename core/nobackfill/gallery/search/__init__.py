@@ -27,11 +27,4 @@ if TYPE_CHECKING:
         Snapshot as Snapshot,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "exact": "ExactIndex",
-            "index": "Content Index Neighbours",
-            "view": "LiveView Snapshot",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -30,13 +30,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.release.publishing.publish import draft_folder as draft_folder
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "draft": "Draft describe_file",
-            "inspection": "PublicationHealth PublicationEntry list_releases verify_publication",
-            "metadata": "SigningKeys",
-            "publish": "draft_folder",
-            "renew": "Renewal resign rotate",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -28,12 +28,4 @@ if TYPE_CHECKING:
         find_published_manifest as find_published_manifest,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "trust": (
-                "Fetcher FolderFetcher HttpFetcher Publication Trust TrustedFolder fetcher_for "
-                "fetch_first_root format_root_fingerprint read_publication find_published_manifest"
-            ),
-        },
-    )
+    __getattr__ = export_lazily(__name__)

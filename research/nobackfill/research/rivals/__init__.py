@@ -24,4 +24,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.research.rivals.rows import list_rivals as list_rivals
 else:
-    __getattr__ = export_lazily(__name__, {"rival": "Rival TrainingVectors", "rows": "list_rivals"})
+    __getattr__ = export_lazily(__name__)

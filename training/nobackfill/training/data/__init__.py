@@ -24,11 +24,4 @@ if TYPE_CHECKING:
         require_classes as require_classes,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "allocations": "Allocation allocate_images",
-            "augment": "Augment",
-            "folders": "hold_out read_stored_vectors drop_unreadable_images require_classes",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

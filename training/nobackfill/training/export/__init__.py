@@ -28,13 +28,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.training.export.probes import make_probes as make_probes
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "assembly": "add_embedder_run add_side_run add_upgrade_run",
-            "drafting": "ReleaseDraft",
-            "external": "Pixels add_onnx_embedder",
-            "onnx_export": "check_parity export_onnx quantise",
-            "probes": "make_probes",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -32,12 +32,4 @@ if TYPE_CHECKING:
         train_upgrade as train_upgrade,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "loop": "DivergedError train_objective learning_rate",
-            "objective": "FrozenModule Objective",
-            "run": "Checkpoint read_checkpoint read_finished",
-            "upgrade": "read_upgrade train_upgrade",
-        },
-    )
+    __getattr__ = export_lazily(__name__)

@@ -39,14 +39,4 @@ if TYPE_CHECKING:
         UpgradeOutput as UpgradeOutput,
     )
 else:
-    __getattr__ = export_lazily(
-        __name__,
-        {
-            "backbones": "backbone_names build_backbone",
-            "embedder": "Binarise EmbedderObjective ImageEncoder build_encoder",
-            "frozen": "FrozenEncoder load_encoder",
-            "heads": "Head build_head",
-            "maps": "AffineMap",
-            "transform": "FctTransform UpgradeNetwork UpgradeOutput",
-        },
-    )
+    __getattr__ = export_lazily(__name__)
