@@ -65,7 +65,6 @@ class BulkSource(Protocol):
             InvalidInputError: a folder cannot be read; raised when it is reached.
             UnavailableError: the place itself cannot be read.
         """
-        ...
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file.
@@ -77,7 +76,6 @@ class BulkSource(Protocol):
             InvalidInputError: it cannot be read, was deleted, or is too large for a picture.
             UnavailableError: the place itself cannot be read any more.
         """
-        ...
 
 
 def open_bulk_source(address: str) -> BulkSource:

@@ -41,7 +41,6 @@ class CommitSource(Protocol):
         Raises:
             UnavailableError: the store does not answer.
         """
-        ...
 
 
 class GatewayFollower:

@@ -52,7 +52,6 @@ class Ledger(Protocol[Key]):
             BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
                 cannot be written, is damaged, or does not answer; nothing was claimed.
         """
-        ...
 
     def finish_claims(self, keys: Collection[Key]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests.
@@ -63,7 +62,6 @@ class Ledger(Protocol[Key]):
             BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
                 cannot be written, is damaged, or does not answer; nothing was changed.
         """
-        ...
 
     def return_claims(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the budget.
@@ -76,7 +74,6 @@ class Ledger(Protocol[Key]):
             BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
                 cannot be written, is damaged, or does not answer; nothing was changed.
         """
-        ...
 
     def count_claimed(self, day: str) -> int:
         """Return how many items were claimed on a day, without those that were given up.
@@ -88,7 +85,6 @@ class Ledger(Protocol[Key]):
             BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
                 cannot be opened, is damaged, or does not answer.
         """
-        ...
 
 
 class LedgerFile(Generic[Key]):

@@ -267,7 +267,6 @@ class Models(Protocol):
         Call it once. Returns once it answers, or once it is known that it does not answer yet. A
         server that cannot start raises nothing: it is logged, and tried again in the background.
         """
-        ...
 
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
@@ -281,7 +280,6 @@ class Models(Protocol):
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
             DeadlineError: the call's time is over.
         """
-        ...
 
     def load_when_ready(self, manifest: Manifest) -> None:
         """Load a release now if the model server answers, else once it does; do not wait for it to
@@ -293,13 +291,11 @@ class Models(Protocol):
             VerificationError: a model file does not match its signed digest, or cannot be loaded.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
-        ...
 
     def unload(self, release: int) -> None:
         """Free the models of a release that no caller uses any more; an unknown release is
         ignored.
         """
-        ...
 
     def embed_images(self, manifest: Manifest, images: Images) -> Vectors:
         """Embed images.
@@ -318,7 +314,6 @@ class Models(Protocol):
             VerificationError: no output is a vector of the release's space.
             UnusableOutputError: only some outputs are none; it has their rows.
         """
-        ...
 
     def embed_texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         """Embed texts.
@@ -339,7 +334,6 @@ class Models(Protocol):
             VerificationError: no output is a vector of the release's space.
             UnusableOutputError: only some outputs are none; it has their rows.
         """
-        ...
 
     def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
         """Compute the side-information of images; all of them are one batch.
@@ -359,15 +353,12 @@ class Models(Protocol):
             VerificationError: the output has another shape.
             UnusableOutputError: some outputs are not finite; it has their rows.
         """
-        ...
 
     def is_ready(self) -> bool:
         """Tell whether images can be embedded now, without waiting."""
-        ...
 
     def close(self) -> None:
         """Stop what `start` has started, and free all models; call it once."""
-        ...
 
 
 @dataclass(frozen=True)

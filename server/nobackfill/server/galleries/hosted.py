@@ -935,7 +935,6 @@ class GalleryStorage(Protocol):
         Raises:
             CannotWriteError: it cannot be removed, or the folder cannot be made.
         """
-        ...
 
     def names(self) -> Iterable[str]:
         """Return the names of all galleries, in order.
@@ -945,7 +944,6 @@ class GalleryStorage(Protocol):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             OSError: the folder cannot be read.
         """
-        ...
 
     def open(self, name: str) -> HostedGallery:
         """Open a gallery; it has no plan yet.
@@ -960,7 +958,6 @@ class GalleryStorage(Protocol):
             CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        ...
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         """Create a gallery atomically; it is not opened.
@@ -979,7 +976,6 @@ class GalleryStorage(Protocol):
             BusyError, UnavailableError: the database is busy, or does not answer.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        ...
 
     def remove(self, name: str) -> Callable[[], None]:
         """Remove a gallery that nobody uses, atomically.
@@ -999,7 +995,6 @@ class GalleryStorage(Protocol):
             BusyError, UnavailableError: the database is busy, or does not answer.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        ...
 
 
 class GalleryRegistry:

@@ -103,15 +103,12 @@ class PlanUseCounter(Protocol):
 
     def enter(self) -> bool:
         """Count one more user, without waiting; False if the plan is closed."""
-        ...
 
     def leave(self) -> None:
         """Count one user less; once for each `enter` that returned True."""
-        ...
 
     def wait_until_none(self, timeout_s: float) -> bool:
         """Wait until there is no user, at most `timeout_s` seconds; False if there is still one."""
-        ...
 
 
 # Query by embedding: little-endian float32 values by space id.
@@ -176,14 +173,12 @@ class Answerer(Protocol):
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
-        ...
 
     def sole_image_part(self, hosted: Any) -> PlanPart | None:
         """Return the part whose nearest items answer an image; None if more is needed.
 
         It reads memory only.
         """
-        ...
 
     def sole_space_part(self, hosted: Any, space: str) -> PlanPart | None:
         """Return the part whose nearest items answer an embedding of a space; None if more is
@@ -191,7 +186,6 @@ class Answerer(Protocol):
 
         It reads memory only. An unknown space gives None.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)

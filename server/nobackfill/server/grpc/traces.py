@@ -39,13 +39,11 @@ class Tracing(Protocol):
             code: the status of the call.
             request_id: id of the request.
         """
-        ...
 
     def close(self) -> None:
         """Export what is left, if the collector takes it in time; spans that it does not take are
         lost.
         """
-        ...
 
 
 class CallTrace:

@@ -36,7 +36,6 @@ class HealingLedger(Ledger[int], Protocol):
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
-        ...
 
     def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
@@ -44,7 +43,6 @@ class HealingLedger(Ledger[int], Protocol):
 
         It reads memory only, as of the last `load_origins` or later.
         """
-        ...
 
     def native_matches(self, matches: Matches | None) -> Matches | None:
         """Return the native items among some, for masks of a search; None if they are not known.
@@ -54,7 +52,6 @@ class HealingLedger(Ledger[int], Protocol):
         Args:
             matches: the items; None means all.
         """
-        ...
 
     def requested_labels(self, count: int) -> Sequence[int]:
         """Return labels that queries requested in vain, most often first.
@@ -70,14 +67,12 @@ class HealingLedger(Ledger[int], Protocol):
             CannotWriteError: the ledger cannot be written.
             VerificationError: the ledger is damaged.
         """
-        ...
 
     def close(self) -> None:
         """Close the ledger; a second call does nothing.
 
         Claims that are open end with the process.
         """
-        ...
 
 
 class _Native:

@@ -350,7 +350,6 @@ class Reader(Protocol):
         Readers of one name share a limit of concurrent reads. Callers without tokens all have the
         empty name.
         """
-        ...
 
     def check(self) -> None:
         """Check that somebody waits for the read.
@@ -359,7 +358,6 @@ class Reader(Protocol):
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
         """
-        ...
 
 
 class Database:

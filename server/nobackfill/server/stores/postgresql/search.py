@@ -241,7 +241,6 @@ class CandidateSource(Protocol):
             Label and vector of at least `limit` items, or of all that pass; None if all rows must
             be compared.
         """
-        ...
 
 
 class PostgresqlSearcher:

@@ -194,13 +194,11 @@ class Workers(Protocol):
             UnavailableError: workers end again and again, or there are none.
             OSError: as `migrate_piece`.
         """
-        ...
 
     def close(self) -> None:
         """End the workers, after the pieces under way; without workers, and at a second call, do
         nothing.
         """
-        ...
 
 
 class Cluster(Workers, Protocol):
@@ -223,7 +221,6 @@ class Cluster(Workers, Protocol):
             UnavailableError: workers end again and again, or there are none.
             Exception: any other error of `function`.
         """
-        ...
 
 
 class WorkerUpgrades:
