@@ -348,12 +348,6 @@ def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
 # Most refused items that an answer lists.
 LISTED_ERRORS = 1_000
 
-_STATES = {
-    "active": pb.SPACE_STATE_ACTIVE,
-    "staging": pb.SPACE_STATE_STAGING,
-    "previous": pb.SPACE_STATE_PREVIOUS,
-}
-
 
 class GalleryService(GalleryServiceServicer):
     """Implement the calls of protos/nobackfill/v1/gallery.proto."""
@@ -743,7 +737,7 @@ def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
             space=info.spec.space,
             release=info.spec.release,
             items=counts.get(info.spec.space, 0),
-            state=_STATES[info.state],
+            state=f"SPACE_STATE_{info.state.upper()}",
         )
         fill_space_end(info.spec.space, ends, space.ends_at)
         if info.spec.space in views:

@@ -26,13 +26,6 @@ from nobackfill.server.state import Canary, GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
 
-_STATES = {
-    CanaryState.RUNNING: pb.CANARY_STATE_RUNNING,
-    CanaryState.PROMOTED: pb.CANARY_STATE_PROMOTED,
-    CanaryState.STOPPED: pb.CANARY_STATE_STOPPED,
-    CanaryState.ENDED: pb.CANARY_STATE_ENDED,
-}
-
 
 def parse_canary(message: pb.Canary) -> Canary:
     """Parse the settings of a canary; bounds of 0 mean the defaults.
@@ -67,7 +60,7 @@ def canary_message(report: CanaryReport, canary: Canary | None) -> pb.WatchCanar
     """
     answer = pb.WatchCanaryResponse(
         release=report.release,
-        state=_STATES[report.state],
+        state=f"CANARY_STATE_{report.state.name}",
         message=report.message,
         old_pair=_pair(report.old_pair),
         new_pair=_pair(report.new_pair),
@@ -161,16 +154,6 @@ _ROLLOUTS: dict[int, RolloutName | None] = {
     pb.ROLLOUT_DIRECT: "direct",
     pb.ROLLOUT_DUAL: "dual",
     pb.ROLLOUT_CUTOVER: "cutover",
-}
-_PHASES = {
-    Phase.VERIFYING: pb.PHASE_VERIFYING,
-    Phase.LOADING: pb.PHASE_LOADING,
-    Phase.PROBING: pb.PHASE_PROBING,
-    Phase.UPGRADING: pb.PHASE_UPGRADING,
-    Phase.CANARY: pb.PHASE_CANARY,
-    Phase.SWITCHING: pb.PHASE_SWITCHING,
-    Phase.DONE: pb.PHASE_DONE,
-    Phase.FAILED: pb.PHASE_FAILED,
 }
 
 # Seconds between two reports of a canary.
@@ -474,7 +457,7 @@ def release_state(number: int, state: State, withdrawn: str | None) -> tuple[pb.
 
 def _response(event: RolloutEvent) -> pb.ActivateReleaseResponse:
     response = pb.ActivateReleaseResponse(
-        phase=_PHASES[event.phase],
+        phase=f"PHASE_{event.phase.name}",
         done=event.upgraded_item_count,
         total=event.item_count,
         message=event.message,

@@ -10,18 +10,10 @@ from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
 from nobackfill.server.grpc.services.gallery import healing_message
 from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.upgrades.subgroups import Subgroup, measure_subgroups
-from nobackfill.server.upgrades.upgrading import Job, JobState
+from nobackfill.server.upgrades.upgrading import Job
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from nobackfill.wire.values import fill_value
-
-_STATES = {
-    JobState.RUNNING: pb.UPGRADE_STATE_RUNNING,
-    JobState.PAUSED: pb.UPGRADE_STATE_PAUSED,
-    JobState.INDEXING: pb.UPGRADE_STATE_INDEXING,
-    JobState.DONE: pb.UPGRADE_STATE_DONE,
-    JobState.FAILED: pb.UPGRADE_STATE_FAILED,
-}
 
 
 class UpgradeService(UpgradeServiceServicer):
@@ -222,7 +214,7 @@ def _message(job: Job) -> pb.UpgradeProgress:
         gallery=job.gallery,
         from_release=job.from_release,
         to_release=job.to_release,
-        state=_STATES[job.state],
+        state=f"UPGRADE_STATE_{job.state.name}",
         done=job.complete,
         total=job.total,
         items_per_second=job.items_per_second,
