@@ -1,6 +1,6 @@
 """Implement GalleryService: galleries and their items."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import grpc
 
@@ -25,7 +25,6 @@ from nobackfill.server.galleries.item_writer import (
     TokenQuotas,
 )
 from nobackfill.server.galleries.plan import RANK_FUSION_KEY, SOURCE_KEY
-from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Role, current_call, without_folders
 from nobackfill.server.grpc.rpc import MAX_ITEMS_PER_MESSAGE
 from nobackfill.server.grpc.services.convert import (
@@ -40,7 +39,6 @@ from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import gallery_pb2, upgrade_pb2
 from nobackfill.v1 import gallery_pb2 as pb
-from nobackfill.v1 import types_pb2 as types
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from nobackfill.wire.values import ORIGINS, read_metadata_value
 
@@ -51,37 +49,6 @@ DEFAULT_PAGE_SIZE = 100
 PAGE_BYTES = 1 << 20
 # Items that are read at once; each may have 64 KiB of metadata.
 _ITEMS_PER_READ = 50
-
-
-def get(hosted: HostedGallery, item_id: str) -> pb.GetItemResponse:
-    """Read an item: its metadata, its spaces, and the origin of its vector in the active space.
-
-    Without a vector there, origin and uncertainty stay unset.
-
-    Args:
-        hosted: the gallery.
-        item_id: id of the item.
-
-    Raises:
-        NotFoundError: the gallery has no such item, or was deleted.
-        UnavailableError: the database does not answer.
-        BusyError: the database is busy.
-        VerificationError: the gallery is damaged.
-        CannotWriteError: the gallery's file cannot be opened, or the disk fails.
-        IncompatibleSpaceError: the active space was deleted meanwhile.
-        ConfigurationError: the database refuses the statement, as without rights.
-    """
-    entry = hosted.store.get(item_id)
-    if entry is None:
-        raise NotFoundError(
-            f"gallery {hosted.name!r} has no item with the id {item_id[:80]!r}; ListItems lists "
-            "its items"
-        )
-    item = hosted.store.items([entry.label], hosted.active_spec().space)[0] or entry
-    response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
-    fill_metadata(item.metadata, None, response.metadata)
-    _fill_vector(item, response)
-    return response
 
 
 def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
@@ -130,7 +97,7 @@ def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.L
     response, size = pb.ListItemsResponse(), 0
     remaining = request.page_size or DEFAULT_PAGE_SIZE
     while remaining > 0:
-        context.current_call().check()
+        current_call().check()
         listed, place = hosted.store.list_page(
             hosted.active_spec().space,
             min(remaining, _ITEMS_PER_READ),
@@ -151,106 +118,6 @@ def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.L
             return response
     response.next_page_token = place.to_token() if place is not None else ""
     return response
-
-
-def count_items(hosted: HostedGallery, filter_message: types.Filter) -> int:
-    """Count the items that pass a filter; all items without a condition, with or without a vector.
-
-    Args:
-        hosted: the gallery.
-        filter_message: the filter.
-
-    Raises:
-        InvalidInputError: the filter is not valid.
-        NotFoundError: the gallery was deleted.
-        UnavailableError: the database does not answer.
-        BusyError: the database is busy.
-        VerificationError: the gallery is damaged.
-        CannotWriteError: the gallery's file cannot be opened, or the disk fails.
-        ConfigurationError: the database refuses the statement, as without rights.
-    """
-    conditions = parse_filter(filter_message)
-    return (
-        hosted.store.count()
-        if conditions is None
-        else len(hosted.filtering.find_matches(conditions))
-    )
-
-
-def delete(hosted: HostedGallery, request: pb.DeleteItemsRequest) -> int:
-    """Delete items by ids or by a filter, durably, in several transactions.
-
-    Items that were deleted before an error stay deleted. Unknown ids are skipped; without ids and
-    filter nothing is deleted.
-
-    Args:
-        hosted: the gallery.
-        request: the request.
-
-    Returns:
-        The number of deleted items.
-
-    Raises:
-        InvalidInputError: ids and filter are both given, or the filter has no condition or is not
-            valid.
-        TooLargeError: there are more than MAX_CHANGED_IDS ids.
-        BusyError: the store is locked for too long.
-        CannotWriteError: the store cannot be written.
-        DeadlineError: the call's time is over.
-        CancelledError: the caller has cancelled the call.
-        NotFoundError: the gallery was deleted meanwhile.
-        UnavailableError: the database does not answer.
-        VerificationError: the gallery is damaged.
-        ConfigurationError: the database refuses the statement.
-    """
-    return edits.delete_selected(
-        hosted.store, _select_items(hosted, request), context.current_call().check
-    )
-
-
-def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
-    """Change the metadata of items by ids or by a filter, durably, in several transactions.
-
-    Other keys stay as they are. Items that were changed before an error stay changed. Unknown ids
-    are skipped.
-
-    A request that neither sets nor removes a key changes nothing, but counts the items.
-
-    Args:
-        hosted: the gallery.
-        request: the request.
-
-    Returns:
-        The number of items that have the metadata now.
-
-    Raises:
-        InvalidInputError: ids and filter are both given, or both missing; a key is set and removed;
-            or a key, a value or the filter is not valid.
-        TooLargeError: there are more than MAX_CHANGED_IDS ids.
-        BusyError: the store is locked for too long.
-        CannotWriteError: the store cannot be written.
-        DeadlineError: the call's time is over.
-        CancelledError: the caller has cancelled the call.
-        NotFoundError: the gallery was deleted meanwhile.
-        UnavailableError: the database does not answer.
-        VerificationError: the gallery is damaged.
-        ConfigurationError: the database refuses the statement.
-    """
-    if not request.ids and not request.HasField("filter"):
-        raise InvalidInputError(
-            "SetMetadata: expected ids or a filter of items, got neither; send one of them"
-        )
-    values = {key: read_metadata_value(value, key) for key, value in request.set.items()}
-    remove = frozenset(request.remove)
-    if both := remove & set(values):
-        raise InvalidInputError(
-            f"metadata key {min(both)[:64]!r}: expected the key in `set` or in `remove`, got it in "
-            "both; send it in one of them"
-        )
-    selection = _select_items(hosted, request)
-    return edits.change_metadata(
-        hosted.store, selection, values, remove, context.current_call().check
-    )
 
 
 def _select_items(
@@ -339,7 +206,7 @@ def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
         failed=cost.failed_count,
         bytes_read=cost.bytes_read,
     )
-    if context.current_call().principal.role is Role.ADMIN:
+    if current_call().principal.role is Role.ADMIN:
         message.last_failure = cost.last_failure
     message.seconds.FromNanoseconds(int(1e9 * cost.seconds))
     return message
@@ -559,6 +426,8 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.GetItemResponse:
         """Return an item's metadata and spaces, and the origin of its vector in the active space.
 
+        Without a vector there, origin and uncertainty stay unset.
+
         Raises:
             NotFoundError: no gallery has this name, or no item this id.
             VerificationError: the gallery is set aside or damaged.
@@ -569,7 +438,17 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            return get(hosted, request.id)
+            entry = hosted.store.get(request.id)
+            if entry is None:
+                raise NotFoundError(
+                    f"gallery {hosted.name!r} has no item with the id {request.id[:80]!r}; "
+                    "ListItems lists its items"
+                )
+            item = hosted.store.items([entry.label], hosted.active_spec().space)[0] or entry
+            response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
+        fill_metadata(item.metadata, None, response.metadata)
+        _fill_vector(item, response)
+        return response
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
@@ -594,7 +473,8 @@ class GalleryService(GalleryServiceServicer):
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
-        """Count the items that pass a filter; all items without a condition.
+        """Count the items that pass a filter; all items without a condition, with or without a
+        vector.
 
         Raises:
             InvalidInputError: the filter is not valid.
@@ -606,16 +486,23 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            return pb.CountItemsResponse(items=count_items(hosted, request.filter))
+            condition = parse_filter(request.filter)
+            if condition is None:
+                return pb.CountItemsResponse(items=hosted.store.count())
+            return pb.CountItemsResponse(items=len(hosted.filtering.find_matches(condition)))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
-        """Change the metadata of items by ids or by a filter; see `set_metadata`.
+        """Change the metadata of items by ids or by a filter, durably, in several transactions.
+
+        Other keys stay as they are. Items that were changed before an error stay changed. Unknown
+        ids are skipped. A request that neither sets nor removes a key changes nothing, but counts
+        the items.
 
         Raises:
-            InvalidInputError: ids and filter are both given, or both missing; or a key, a value or
-                the filter is not valid.
+            InvalidInputError: ids and filter are both given, or both missing; a key is set and
+                removed; or a key, a value or the filter is not valid.
             TooLargeError: there are more than MAX_CHANGED_IDS (10,000) ids.
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside or damaged.
@@ -627,14 +514,29 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            return pb.SetMetadataResponse(items=set_metadata(hosted, request))
+            if not request.ids and not request.HasField("filter"):
+                raise InvalidInputError(
+                    "SetMetadata: expected ids or a filter of items, got neither; send one of them"
+                )
+            values = {key: read_metadata_value(value, key) for key, value in request.set.items()}
+            remove = frozenset(request.remove)
+            if both := remove & set(values):
+                raise InvalidInputError(
+                    f"metadata key {min(both)[:64]!r}: expected the key in `set` or in `remove`, "
+                    "got it in both; send it in one of them"
+                )
+            selection, check = _select_items(hosted, request), current_call().check
+            changed = edits.change_metadata(hosted.store, selection, values, remove, check)
+        return pb.SetMetadataResponse(items=changed)
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
-        """Delete items by ids or by a filter, and record their number in the audit; see `delete`.
+        """Delete items by ids or by a filter, durably, in several transactions, and record their
+        number in the audit.
 
-        After an error, items that were deleted stay deleted, and the audit has no entry.
+        After an error, items that were deleted stay deleted, and the audit has no entry. Unknown
+        ids are skipped; without ids and filter nothing is deleted.
 
         Raises:
             InvalidInputError: ids and filter are both given, or the filter has no condition or is
@@ -650,7 +552,8 @@ class GalleryService(GalleryServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
-            deleted = delete(hosted, request)
+            selection = _select_items(hosted, request)
+            deleted = edits.delete_selected(hosted.store, selection, current_call().check)
         if deleted:
             self._audit("delete", f"{deleted} items of gallery {request.gallery}")
         return pb.DeleteItemsResponse(deleted=deleted)
@@ -659,7 +562,44 @@ class GalleryService(GalleryServiceServicer):
         self._state.record_audit(current_call().principal.name, what, of_what)
 
     def _gallery(self, hosted: HostedGallery) -> pb.Gallery:
-        return _gallery(hosted, self._state.current.ends)
+        counts, views = hosted.vector_counts(), hosted.views()
+        gallery = pb.Gallery(
+            name=hosted.name,
+            items=hosted.count(),
+            release=hosted.plan.query_manifest.release,
+            note=str(hosted.state_value(NOTE) or ""),
+            exact_distances=hosted.exact_distances,
+            both_models=bool(hosted.state_value(RANK_FUSION_KEY)),
+            both_with=hosted.plan.fusion.old_part.release if hosted.plan.fusion else 0,
+        )
+        if source := hosted.state_value(SOURCE_KEY):
+            is_admin = current_call().principal.role is Role.ADMIN
+            try:
+                gallery.source.CopyFrom(
+                    source_message(HealingSource.from_state(source), includes_address=is_admin)
+                )
+            except VerificationError as error:
+                gallery.note = "; ".join(filter(None, (gallery.note, str(error))))
+        gallery.created.FromSeconds(int(hosted.state_value(CREATED_KEY) or 0))
+        for info in hosted.spaces():
+            space = gallery.spaces.add(
+                space=info.spec.space,
+                release=info.spec.release,
+                items=counts.get(info.spec.space, 0),
+                state=f"SPACE_STATE_{info.state.upper()}",
+            )
+            fill_space_end(info.spec.space, self._state.current.ends, space.ends_at)
+            if info.spec.space in views:
+                counts_by_index = count_index(views[info.spec.space])
+                space.index.CopyFrom(
+                    pb.IndexInfo(
+                        in_graph=counts_by_index.graph,
+                        compared=counts_by_index.exact,
+                        delta=counts_by_index.delta,
+                        due=counts_by_index.needs_graph,
+                    )
+                )
+        return gallery
 
 
 def _parse_items(request: pb.PutItemsRequest) -> tuple[list[NewItem], list[pb.ItemError]]:
@@ -699,55 +639,8 @@ def _put(item: pb.PutItem) -> NewItem:
         raise InvalidInputError(
             "item: expected an image, a text or vectors as its content, got none of them; send one"
         )
-    embedding = item.vectors.embedding
-    if not item.vectors.HasField("side_info"):
-        return NewItem(
-            item.id, ExternalVectors(embedding.space, embedding.values, None, None), metadata
-        )
-    side = item.vectors.side_info
+    embedding, side = item.vectors.embedding, item.vectors.side_info
+    side_parts = (side.space, side.values) if item.vectors.HasField("side_info") else (None, None)
     return NewItem(
-        item.id,
-        ExternalVectors(embedding.space, embedding.values, side.space, side.values),
-        metadata,
+        item.id, ExternalVectors(embedding.space, embedding.values, *side_parts), metadata
     )
-
-
-def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
-    counts, views = hosted.vector_counts(), hosted.views()
-    gallery = pb.Gallery(
-        name=hosted.name,
-        items=hosted.count(),
-        release=hosted.plan.query_manifest.release,
-        note=str(hosted.state_value(NOTE) or ""),
-        exact_distances=hosted.exact_distances,
-        both_models=bool(hosted.state_value(RANK_FUSION_KEY)),
-        both_with=hosted.plan.fusion.old_part.release if hosted.plan.fusion else 0,
-    )
-    if source := hosted.state_value(SOURCE_KEY):
-        is_admin = current_call().principal.role is Role.ADMIN
-        try:
-            gallery.source.CopyFrom(
-                source_message(HealingSource.from_state(source), includes_address=is_admin)
-            )
-        except VerificationError as error:
-            gallery.note = "; ".join(filter(None, (gallery.note, str(error))))
-    gallery.created.FromSeconds(int(hosted.state_value(CREATED_KEY) or 0))
-    for info in hosted.spaces():
-        space = gallery.spaces.add(
-            space=info.spec.space,
-            release=info.spec.release,
-            items=counts.get(info.spec.space, 0),
-            state=f"SPACE_STATE_{info.state.upper()}",
-        )
-        fill_space_end(info.spec.space, ends, space.ends_at)
-        if info.spec.space in views:
-            counts_by_index = count_index(views[info.spec.space])
-            space.index.CopyFrom(
-                pb.IndexInfo(
-                    in_graph=counts_by_index.graph,
-                    compared=counts_by_index.exact,
-                    delta=counts_by_index.delta,
-                    due=counts_by_index.needs_graph,
-                )
-            )
-    return gallery
