@@ -571,9 +571,8 @@ class HostedGallery(ABC):
         """
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
-    @abstractmethod
-    def check_complete(self) -> None:
-        """Check that no part of the gallery is missing.
+    def check_complete(self) -> None:  # noqa: B027 - a file has no parts
+        """Check that no part of the gallery is missing; a file has no parts that can be missing.
 
         Raises:
             DamagedError: a part is missing that was not deleted by a gateway.
@@ -581,8 +580,7 @@ class HostedGallery(ABC):
             ConfigurationError: the database refuses the statement, as without rights.
         """
 
-    @abstractmethod
-    def open_views(self) -> None:
+    def open_views(self) -> None:  # noqa: B027 - a database has no views
         """Make the views that the plan searches, unless they exist.
 
         A small gallery makes them at its first use, not at the start. It reads all vectors, which
@@ -596,8 +594,7 @@ class HostedGallery(ABC):
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
 
-    @abstractmethod
-    def _prepare(self, plan: Plan) -> None:
+    def _prepare(self, plan: Plan) -> None:  # noqa: B027 - likewise
         """Make what searches of a plan need, unless `open_views` will do so."""
 
     def views(self) -> Mapping[str, LiveView]:
@@ -608,8 +605,7 @@ class HostedGallery(ABC):
         """
         return {}
 
-    @abstractmethod
-    def free_unused_views(self, plan: Plan) -> None:
+    def free_unused_views(self, plan: Plan) -> None:  # noqa: B027 - likewise
         """Free the views that a plan does not search; no older plan may be in use.
 
         It frees cached items of other spaces, too. In a database it does nothing.

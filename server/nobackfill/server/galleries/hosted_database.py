@@ -260,10 +260,13 @@ class HostedInDatabase(HostedGallery):
         try:
             return self._gallery.items(labels, space)
         except (IncompatibleSpaceError, NotFoundError) as error:
-            raise OutdatedPlanError(
-                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call was using these vectors; try again"
-            ) from error
+            raise self._outdated_error() from error
+
+    def _outdated_error(self) -> OutdatedPlanError:
+        return OutdatedPlanError(
+            f"another gateway has just deleted a release's vectors in gallery {self.name!r}, and "
+            "this call was using these vectors; try again"
+        )
 
     def _count(self, space: str | None) -> int:
         now = time.monotonic()
@@ -276,15 +279,6 @@ class HostedInDatabase(HostedGallery):
                 raise
             # Another gateway has deleted the space since it was listed.
             return 0
-
-    def open_views(self) -> None:
-        """Do nothing: the database has the indexes."""
-
-    def _prepare(self, plan: Plan) -> None:
-        """Do nothing: the database has all that searches need."""
-
-    def free_unused_views(self, plan: Plan) -> None:
-        """Do nothing: there are no views."""
 
     def search(
         self,
@@ -336,10 +330,7 @@ class HostedInDatabase(HostedGallery):
             return [self._best(*pair, k) for pair in zip(parts, neighbours, strict=True)]
         except NotFoundError as error:
             # A table was dropped after the plan was made, or the gallery was deleted.
-            raise OutdatedPlanError(
-                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call was using these vectors; try again"
-            ) from error
+            raise self._outdated_error() from error
 
     def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
         """Return the `k` best neighbours along the part's scale; the nearest without one."""
@@ -362,10 +353,7 @@ class HostedInDatabase(HostedGallery):
                 self._gallery.schema, select_space(spaces, space), excluded_space, width
             )
         except IncompatibleSpaceError as error:
-            raise OutdatedPlanError(
-                f"another gateway has just deleted a release's vectors in gallery {self.name!r}, "
-                "and this call was using these vectors; try again"
-            ) from error
+            raise self._outdated_error() from error
 
     def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part reads every vector, as above 1000 candidates or MOST_HALF

@@ -344,9 +344,6 @@ class HostedInFile(HostedGallery):
         self.prepared_searches: dict[str, Any] = {}  # by space, prepared by ReceiverSearch
         super().__init__(name, folder, store, FilterEngine(store))
 
-    def check_complete(self) -> None:
-        """Do nothing: a file has no parts that can be missing."""
-
     def open_views(self) -> None:
         """Make the views that the plan searches, unless they exist; see HostedGallery.open_views.
 
