@@ -26,6 +26,14 @@ def test_it_counts_as_empty(empty: PostgresqlGallery, tmp_path: Path) -> None:
     assert hosted.count() == 3
 
 
+def test_another_gateway_sets_exact_distances(empty: PostgresqlGallery, tmp_path: Path) -> None:
+    """A gateway went on rounding distances until its restart."""
+    here, there = (HostedInDatabase("g", tmp_path, empty) for _ in range(2))
+    there.set_exact_distances(True)
+    here._read()
+    assert here.exact_distances
+
+
 def test_a_gallery_that_is_gone_has_no_count(empty: PostgresqlGallery, tmp_path: Path) -> None:
     hosted = HostedInDatabase("g", tmp_path, empty)
     PostgresqlGalleries(empty.database).delete("g")

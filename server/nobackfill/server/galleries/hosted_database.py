@@ -196,7 +196,7 @@ class HostedInDatabase(HostedGallery):
         look = self._gallery.read_snapshot()
         with self._lock:
             self._spaces, self._state = look.spaces, look.state
-        self.exact = bool(look.state.get(EXACT_DISTANCES_KEY))
+        self.exact_distances = bool(look.state.get(EXACT_DISTANCES_KEY))
         self._widths = look.state.get(SEARCH_WIDTHS_KEY) or {}
         return look.spaces, look.state.get(ROLLOUT), look.epoch
 
