@@ -30,7 +30,7 @@ from nobackfill.server.galleries.answering import (
 )
 from nobackfill.server.galleries.hosted import GalleryRegistry
 from nobackfill.server.galleries.indexing import IndexMaintenance, IndexMetrics, count_vectors
-from nobackfill.server.galleries.item_writer import ItemWriter
+from nobackfill.server.galleries.item_writer import ItemWriter, TokenQuotas
 from nobackfill.server.grpc.context import Tokens
 from nobackfill.server.grpc.listener import (
     GrpcListener,
@@ -309,7 +309,10 @@ class GatewayServer:
         )
 
     def _add_services(self, server: grpc.Server) -> None:
-        gallery = GalleryService(self.galleries, self.item_writer, self.lifecycle, self.state)
+        quotas = TokenQuotas(self.galleries)
+        gallery = GalleryService(
+            self.galleries, quotas, self.item_writer, self.lifecycle, self.state
+        )
         release = ReleaseService(
             self.catalog, self.state, self.activations, self.rollbacks,
             self.canaries, self.metrics, self._stopping,

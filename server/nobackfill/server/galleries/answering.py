@@ -733,25 +733,16 @@ def query_vector(manifest: Manifest, query: EmbeddingQuery) -> Vectors:
     return np.frombuffer(values, "<f4").reshape(1, dim)
 
 
+@dataclass(eq=False)
 class SpaceChoice:
-    """Choose the spaces that a query by embedding is compared with, in one plan."""
+    """Choose the spaces that a query by embedding is compared with, in one plan: `parts` and
+    `single_parts` are those of the plan.
+    """
 
-    def __init__(
-        self, catalog: Catalog, state: GatewayState, parts: tuple[PlanPart, ...],
-        single_parts: Mapping[str, PlanPart],
-    ) -> None:  # fmt: skip
-        """Make the choice for a plan.
-
-        Args:
-            catalog: published releases.
-            state: the gateway's state.
-            parts: Plan.parts.
-            single_parts: Plan.single_parts.
-        """
-        self._catalog = catalog
-        self._state = state
-        self._parts = parts
-        self.single_parts = single_parts
+    _catalog: Catalog
+    _state: GatewayState
+    _parts: tuple[PlanPart, ...]
+    single_parts: Mapping[str, PlanPart]
 
     def choose_parts(
         self, query: EmbeddingQuery, preferred: tuple[PlanPart, ...]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 
 import structlog
@@ -847,19 +848,16 @@ def _no_canary(release: int) -> PreconditionError:
     )
 
 
+@dataclass(eq=False)
 class FirstActivation:
     """Activate the newest release in a gateway that has no active one."""
 
-    def __init__(
-        self, catalog: Catalog, state: GatewayState, models: Models, activations: Activations,
-        stopping: threading.Event, metrics: Metrics,
-    ) -> None:  # fmt: skip
-        self._catalog = catalog
-        self._state = state
-        self._models = models
-        self._activations = activations
-        self._stopping = stopping
-        self._metrics = metrics
+    _catalog: Catalog
+    _state: GatewayState
+    _models: Models
+    _activations: Activations
+    _stopping: threading.Event
+    _metrics: Metrics
 
     def activate_newest(self) -> None:
         """Activate the newest release that is published, and return once it answers or has failed.

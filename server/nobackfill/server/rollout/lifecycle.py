@@ -5,7 +5,7 @@ allowed while its canary waits.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nobackfill.errors import PreconditionError
 from nobackfill.release.routes import Route
@@ -32,6 +32,7 @@ from nobackfill.server.upgrades.upgrading import (
 _OPEN_SECONDS = 20.0
 
 
+@dataclass(eq=False)
 class GalleryOperations:
     """Run the operations on one gallery that clients name.
 
@@ -39,25 +40,14 @@ class GalleryOperations:
     set aside.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        state: GatewayState,
-        galleries: GalleryRegistry,
-        embedding: EmbeddingService,
-        upgrading: GalleryUpgrades,
-        activations: Activations,
-        serving: PlanManager,
-        healing: Healing,
-    ) -> None:
-        self._catalog = catalog
-        self._state = state
-        self._galleries = galleries
-        self._embedding = embedding
-        self._upgrading = upgrading
-        self._activations = activations
-        self._serving = serving
-        self._healing = healing
+    _catalog: Catalog
+    _state: GatewayState
+    _galleries: GalleryRegistry
+    _embedding: EmbeddingService
+    _upgrading: GalleryUpgrades
+    _activations: Activations
+    _serving: PlanManager
+    _healing: Healing
 
     def create(self, name: str) -> None:
         """Create an empty gallery in the active release's space.

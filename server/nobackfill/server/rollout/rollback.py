@@ -35,22 +35,16 @@ class RollbackReport:
     first_lost_items: list[tuple[str, str]]
 
 
+@dataclass(eq=False)
 class Rollbacks:
     """Plan and run rollbacks, one at a time, and retire old releases."""
 
-    def __init__(
-        self,
-        state: GatewayState,
-        galleries: GalleryRegistry,
-        serving: PlanManager,
-        activations: Activations,
-    ) -> None:
-        self._state = state
-        self._galleries = galleries
-        self._serving = serving
-        self._activations = activations
-        # Whether a client planned a rollback since the last one, or since the start.
-        self._was_planned = False
+    _state: GatewayState
+    _galleries: GalleryRegistry
+    _serving: PlanManager
+    _activations: Activations
+    # Whether a client planned a rollback since the last one, or since the start.
+    _was_planned: bool = False
 
     def preview(self) -> RollbackReport:
         """Count and list the items that searches would not find after a rollback.

@@ -1,6 +1,7 @@
 """Implement GalleryService: galleries and their items."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -216,21 +217,15 @@ def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
 LISTED_ERRORS = 1_000
 
 
+@dataclass(eq=False)
 class GalleryService(GalleryServiceServicer):
     """Implement the calls of protos/nobackfill/v1/gallery.proto."""
 
-    def __init__(
-        self,
-        galleries: GalleryRegistry,
-        item_writer: ItemWriter,
-        lifecycle: GalleryOperations,
-        state: GatewayState,
-    ) -> None:
-        self._galleries = galleries
-        self._quotas = TokenQuotas(galleries)
-        self._item_writer = item_writer
-        self._lifecycle = lifecycle
-        self._state = state
+    _galleries: GalleryRegistry
+    _quotas: TokenQuotas
+    _item_writer: ItemWriter
+    _lifecycle: GalleryOperations
+    _state: GatewayState
 
     def CreateGallery(  # noqa: N802 - the contract's name
         self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext

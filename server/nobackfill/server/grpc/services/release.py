@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -160,24 +161,18 @@ _ROLLOUTS: dict[int, RolloutName | None] = {
 _REPORT_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class ReleaseService(ReleaseServiceServicer):
     """Implement the calls of protos/nobackfill/v1/release.proto."""
 
-    def __init__(
-        self, catalog: Catalog, state: GatewayState, activations: Activations,
-        rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
-        stopping: threading.Event,
-    ) -> None:  # fmt: skip
-        """Use the parts of the gateway; `stopping` ends the streams of activations when the gateway
-        drains.
-        """
-        self._metrics = metrics
-        self._canaries = canaries
-        self._catalog = catalog
-        self._state = state
-        self._activations = activations
-        self._rollbacks = rollbacks
-        self._stopping = stopping
+    _catalog: Catalog
+    _state: GatewayState
+    _activations: Activations
+    _rollbacks: Rollbacks
+    _canaries: Canaries
+    _metrics: Metrics
+    # Ends the streams of activations when the gateway drains.
+    _stopping: threading.Event
 
     def ListReleases(  # noqa: N802 - the contract's name
         self, request: pb.ListReleasesRequest, context: grpc.ServicerContext

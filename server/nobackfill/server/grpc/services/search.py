@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -48,24 +49,16 @@ _KINDS: Mapping[int, FeedbackKind] = {
 }
 
 
+@dataclass(eq=False)
 class SearchService(SearchServiceServicer):
     """Implement the calls of protos/nobackfill/v1/search.proto."""
 
-    def __init__(
-        self,
-        galleries: GalleryRegistry,
-        searching: GallerySearcher,
-        immediate: ReceiverSearch,
-        images: DeferredImageSearch,
-        state: GatewayState,
-        canaries: Canaries,
-    ) -> None:
-        self._canaries = canaries
-        self._immediate = immediate
-        self._images = images
-        self._galleries = galleries
-        self._searching = searching
-        self._state = state
+    _galleries: GalleryRegistry
+    _searching: GallerySearcher
+    _immediate: ReceiverSearch
+    _images: DeferredImageSearch
+    _state: GatewayState
+    _canaries: Canaries
 
     def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext

@@ -1,6 +1,7 @@
 """Implement UpgradeService: estimates and the progress of upgrades."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -16,15 +17,13 @@ from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from nobackfill.wire.values import fill_value
 
 
+@dataclass(eq=False)
 class UpgradeService(UpgradeServiceServicer):
     """Implement the calls of protos/nobackfill/v1/upgrade.proto."""
 
-    def __init__(
-        self, lifecycle: GalleryOperations, galleries: GalleryRegistry, searching: GallerySearcher
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._galleries = galleries
-        self._searching = searching
+    _lifecycle: GalleryOperations
+    _galleries: GalleryRegistry
+    _searching: GallerySearcher
 
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
