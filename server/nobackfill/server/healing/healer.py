@@ -1,7 +1,7 @@
 """Re-embed the migrated items of one gallery from its source, with its release's model."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
@@ -27,6 +27,11 @@ _BATCH, _BATCH_SECONDS = 8, 1.0
 # If all of them failed, the background pauses from so long to so long (seconds).
 _FAILURE_PAUSES = (1.0, 60.0)
 _PAGE = 1000
+
+# By the type of an original.
+_EMBEDDERS: tuple[tuple[type, Callable[..., list[int]]], ...] = (
+    (bytes, re_embed_images), (str, re_embed_texts),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -285,9 +290,18 @@ class Healer(Reembedding[int]):
         items = self._hosted.store.items(list(originals), self.space)
         targets = [item for item in items if item is not None and item.origin == "upgraded"]
         stored, reasons = list[int](), list[str]()
-        for embed in (self._reembed_images, self._reembed_texts):
+        for kind, embed in _EMBEDDERS:
+            pairs = [
+                (one, data) for one in targets if isinstance(data := originals[one.label], kind)
+            ]
+            if not pairs:
+                continue
+            batch, contents = zip(*pairs, strict=True)
             try:
-                stored += embed(targets, originals, reasons)
+                with self._embedding.decoder.admit_batch(contents if kind is bytes else ()):
+                    stored += embed(
+                        self._hosted, self._embedding, self._manifest, batch, contents, reasons
+                    )
             except NoEncoderError as error:
                 reasons.append(str(error))
         for why in reasons:
@@ -297,24 +311,3 @@ class Healer(Reembedding[int]):
         settled = [*stored, *(label for label in originals if label not in migrated)]
         self.ledger.finish_claims(settled)
         return settled
-
-    def _reembed_images(
-        self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
-    ) -> list[int]:
-        pairs = [(item, data) for item in items if isinstance(data := originals[item.label], bytes)]
-        if not pairs:
-            return []
-        batch, images = zip(*pairs, strict=True)
-        with self._embedding.decoder.admit_batch(images):
-            return re_embed_images(
-                self._hosted, self._embedding, self._manifest, batch, images, reasons
-            )
-
-    def _reembed_texts(
-        self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
-    ) -> list[int]:
-        pairs = [(item, data) for item in items if isinstance(data := originals[item.label], str)]
-        if not pairs:
-            return []
-        batch, texts = zip(*pairs, strict=True)
-        return re_embed_texts(self._hosted, self._embedding, self._manifest, batch, texts, reasons)

@@ -3,6 +3,7 @@ certain of.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, EmbeddingService
 from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.vectors import Vectors
+
+Result = TypeVar("Result")
 
 
 def backfill(
@@ -110,23 +113,15 @@ def re_embed_images(
         VerificationError: the store, or a model's output, is damaged.
         ConfigurationError: the database refuses the statement, as without rights.
     """
-    size, decoded_items = manifest.frame, []
-    for item, decoded in zip(items, embedding.decoder.decode_each(images, [size]), strict=True):
-        if isinstance(decoded, InvalidInputError):
-            reasons.append(f"{item.id}: {decoded}")
-        else:
-            decoded_items.append((item, decoded[size]))
-    rows_of = []
-    rows = embedding.embed_each(manifest, [pixels for _, pixels in decoded_items])
-    for (item, pixels), row in zip(decoded_items, rows, strict=True):
-        if isinstance(row, InvalidInputError):
-            reasons.append(f"{item.id}: {row}")
-        else:
-            rows_of.append((item.label, pixels, row))
-    if not rows_of:
+    frame = manifest.frame
+    decoded = _usable_results(items, embedding.decoder.decode_each(images, [frame]), reasons)
+    pixels = {item.label: pictures[frame] for item, pictures in decoded}
+    rows = embedding.embed_each(manifest, list(pixels.values()))
+    vectors = _usable_results([item for item, _ in decoded], rows, reasons)
+    if not vectors:
         return []
-    labels, pictures, vectors = zip(*rows_of, strict=True)
-    return _replace(hosted, manifest, labels, vectors, embedding.compute_side(manifest, pictures))
+    side = embedding.compute_side(manifest, [pixels[item.label] for item, _ in vectors])
+    return _replace(hosted, manifest, vectors, side)
 
 
 def re_embed_texts(
@@ -166,25 +161,31 @@ def re_embed_texts(
         TooLargeError: the texts together are too large for one call.
         ConfigurationError: the database refuses the statement, as without rights.
     """
-    good = []
     rows = embedding.embed_each_text(manifest, texts, "document")
-    for item, row in zip(items, rows, strict=True):
-        if isinstance(row, InvalidInputError):
-            reasons.append(f"{item.id}: {row}")
+    vectors = _usable_results(items, rows, reasons)
+    return _replace(hosted, manifest, vectors, None) if vectors else []
+
+
+def _usable_results(
+    items: Sequence[StoredItem], results: Sequence[Result | InvalidInputError], reasons: list[str]
+) -> list[tuple[StoredItem, Result]]:
+    """Return the results that are no errors, with their items; `reasons` gets the errors."""
+    usable = []
+    for item, result in zip(items, results, strict=True):
+        if isinstance(result, InvalidInputError):
+            reasons.append(f"{item.id}: {result}")
         else:
-            good.append((item.label, row))
-    if not good:
-        return []
-    labels, vectors = zip(*good, strict=True)
-    return _replace(hosted, manifest, labels, vectors, None)
+            usable.append((item, result))
+    return usable
 
 
 def _replace(
-    hosted: HostedGallery, manifest: Manifest, labels: Sequence[int], vectors: Sequence[Vectors],
+    hosted: HostedGallery, manifest: Manifest, vectors: Sequence[tuple[StoredItem, Vectors]],
     side: Vectors | None,
 ) -> list[int]:  # fmt: skip
+    labels = np.array([item.label for item, _ in vectors], np.int64)
     written = hosted.store.write_vectors(
-        manifest.space, np.array(labels, np.int64), np.concatenate(vectors), side=side,
+        manifest.space, labels, np.concatenate([vector for _, vector in vectors]), side=side,
         origin="re-embedded", replace=True,
     )  # fmt: skip
     return [int(label) for label in written]
