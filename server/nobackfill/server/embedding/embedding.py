@@ -335,19 +335,18 @@ class Models(Protocol):
             UnusableOutputError: only some outputs are none; it has their rows.
         """
 
-    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors:
         """Compute the side-information of images; all of them are one batch.
 
         Args:
-            manifest: the release.
+            manifest: the release, which has a side encoder.
             images: uint8 [n, H, W, 3], n at least 1.
 
         Returns:
-            float32 [n, side_dim]; None if the release has no side encoder.
+            float32 [n, side_dim].
 
         Raises:
-            UnavailableError: the release is not loaded, or the model server does not answer. A
-                release that is not loaded may raise it even without a side encoder.
+            UnavailableError: the release is not loaded, or the model server does not answer.
             InvalidInputError: models in this process got images of another shape or dtype.
             DeadlineError: the call's time is over.
             VerificationError: the output has another shape.
@@ -463,15 +462,15 @@ class InProcessModels:
             raise manifest.no_texts_error()
         return model.run(texts, role)
 
-    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors:
         """Compute the side-information of images on this thread.
 
         Args:
-            manifest: the release.
+            manifest: the release, which has a side encoder.
             images: uint8 [n, H, W, 3].
 
         Returns:
-            float32 [n, side_dim]; None if the release has no side encoder.
+            float32 [n, side_dim].
 
         Raises:
             UnavailableError: the release is not loaded.
@@ -480,7 +479,8 @@ class InProcessModels:
             UnusableOutputError: some outputs are not finite; it has their rows.
         """
         encoder = self._loaded_models(manifest).side
-        return encoder.run(images) if encoder is not None else None
+        assert encoder is not None, "the release has a side encoder"
+        return encoder.run(images)
 
     def is_ready(self) -> bool:
         """Return True: this process runs the models, whether or not any is loaded."""
@@ -899,13 +899,7 @@ class EmbeddingService:
         """
         if manifest.side_encoder is None:
             return None
-
-        def side(chunk: Images) -> Vectors:
-            vectors = self.models.compute_side(manifest, chunk)
-            assert vectors is not None, "the release has an encoder"
-            return vectors
-
-        return _run_in_batches(side, images)
+        return _run_in_batches(partial(self.models.compute_side, manifest), images)
 
     def embed_each_text(
         self, manifest: Manifest, texts: Sequence[str], role: TextRole

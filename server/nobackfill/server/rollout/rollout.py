@@ -6,7 +6,7 @@ upgrade, canary, switch. `RolloutRun` is its thread, with the events that watche
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,8 +18,7 @@ import structlog
 
 from nobackfill.errors import GateFailedError, NobackfillError, PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.manifest import Manifest, TextRole
-from nobackfill.release.models import Images
+from nobackfill.release.manifest import Manifest
 from nobackfill.release.probes import check_encoders
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.comparison import CanaryState
@@ -38,7 +37,6 @@ from nobackfill.server.state import (
     resume_count_reset,
 )
 from nobackfill.server.upgrades.upgrading import GalleryUpgrades, JobState
-from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.rollout")
 
@@ -247,24 +245,12 @@ def check_golden_probes(folder: Path, manifest: Manifest, models: Models) -> Non
             missing or not as signed.
         UnavailableError: the models are not loaded, or the model server does not answer.
     """
-
-    def embed(images: Images) -> Vectors:
-        return models.embed_images(manifest, images)
-
-    def read(texts: Sequence[str], role: TextRole) -> Vectors:
-        return models.embed_texts(manifest, texts, role)
-
-    def side(images: Images) -> Vectors:
-        vectors = models.compute_side(manifest, images)
-        assert vectors is not None, "only releases with a side encoder get here"
-        return vectors
-
     check_encoders(
         folder,
         manifest,
-        embed if manifest.embedder.file else None,
-        side if manifest.side_encoder else None,
-        read if manifest.text_encoder else None,
+        partial(models.embed_images, manifest) if manifest.embedder.file else None,
+        partial(models.compute_side, manifest) if manifest.side_encoder else None,
+        partial(models.embed_texts, manifest) if manifest.text_encoder else None,
     )
 
 

@@ -441,17 +441,17 @@ class TritonModels:
         vectors = self._run(name, reader.tokenize(texts, role), "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
-    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors:
         """Compute the side-information of images.
 
         It waits at most until the call's deadline.
 
         Args:
-            manifest: the release.
+            manifest: the release, which has a side encoder.
             images: uint8 [n, H, W, 3], n at least 1.
 
         Returns:
-            float32 [n, side_dim]; None if the release has no side encoder.
+            float32 [n, side_dim].
 
         Raises:
             UnavailableError: Triton does not answer, or has no such model.
@@ -459,8 +459,7 @@ class TritonModels:
             VerificationError: the output has another shape.
             UnusableOutputError: some outputs are not finite; it has their rows.
         """
-        if manifest.side_encoder is None:
-            return None
+        assert manifest.side_encoder is not None, "the release has a side encoder"
         name = side_encoder_model_name(manifest.side_encoder.origin_release)
         vectors = self._run(name, {"image": images}, "side")
         return _check_output(vectors, manifest.side_encoder.dim, unit=False)
