@@ -3,7 +3,8 @@
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,62 +48,6 @@ class OpenPublishedFile:
 
     size: int
     chunks: Iterator[bytes]
-
-
-def open_published_file(
-    repo: Path, path: str, offset: int, is_signed: Callable[[str], bool]
-) -> OpenPublishedFile:
-    """Open a published file.
-
-    Reading a chunk may raise OSError. If chunks were read, but not to the end, closing their
-    iterator closes the file. If no chunk was read, the file closes once the iterator is dropped.
-
-    Args:
-        repo: publication folder.
-        path: path in the folder, with forward slashes.
-        offset: first byte to send, 0 or more; the file's size gives no bytes.
-        is_signed: tells whether signed metadata names a file; not called for files of metadata,
-            which need none.
-
-    Raises:
-        InvalidInputError: the path is absolute, or leads out of the folder.
-        NotFoundError: the file is not published, is missing, cannot be read, or is a link.
-        OutOfRangeError: the offset is above the file's size.
-        NobackfillError: as `is_signed`, such as VerificationError or UnavailableError.
-    """
-    if not is_plain_path(path):
-        raise InvalidInputError(
-            "path: expected a relative path of a published file, such as release-1.json, got "
-            f"{path[:80]!r}; the manifest of a release names its files"
-        )
-    missing = NotFoundError(
-        f"path: this gateway's publication has no file {path}; the manifest of a release names its "
-        "files"
-    )
-    if not _METADATA.fullmatch(path) and not is_signed(path):
-        raise missing
-    try:
-        handle = (repo / path).open("rb")
-    except OSError:
-        raise missing from None
-    status = (repo / path).lstat()
-    if not stat.S_ISREG(status.st_mode):
-        handle.close()
-        raise missing
-    if offset > status.st_size:
-        handle.close()
-        raise OutOfRangeError(
-            f"{path}: expected an offset of at most {status.st_size}, the size of the file, got "
-            f"{offset}; request the file again from its start"
-        )
-
-    def chunks() -> Iterator[bytes]:
-        with handle:
-            handle.seek(offset)
-            while chunk := handle.read(CHUNK):
-                yield chunk
-
-    return OpenPublishedFile(status.st_size, chunks())
 
 
 log = structlog.get_logger("server.catalog")
@@ -310,27 +255,61 @@ class Catalog:
     def open_file(self, path: str, offset: int) -> OpenPublishedFile:
         """Open a published file, also one that was published a moment ago.
 
+        Reading a chunk may raise OSError. If chunks were read, but not to the end, closing their
+        iterator closes the file. If no chunk was read, the file closes once the iterator is
+        dropped.
+
         Args:
             path: path in the publication folder, with forward slashes.
             offset: first byte to send, 0 or more; the file's size gives no bytes.
 
         Raises:
             InvalidInputError: the path is absolute, or leads out of the folder.
-            NotFoundError: the file is not published, is missing, or is a link.
+            NotFoundError: the file is not published, is missing, cannot be read, or is a link.
             OutOfRangeError: the offset is above the file's size.
             VerificationError, UnavailableError, CannotWriteError, BusyError: the file was unknown,
                 and the publication cannot be read again; see `is_signed`.
         """
-        return open_published_file(self._repo, path, offset, self.is_signed)
+        if not is_plain_path(path):
+            raise InvalidInputError(
+                "path: expected a relative path of a published file, such as release-1.json, got "
+                f"{path[:80]!r}; the manifest of a release names its files"
+            )
+        missing = NotFoundError(
+            f"path: this gateway's publication has no file {path}; the manifest of a release names "
+            "its files"
+        )
+        if not _METADATA.fullmatch(path) and not self.is_signed(path):
+            raise missing
+        try:
+            handle = (self._repo / path).open("rb")
+        except OSError:
+            raise missing from None
+        status = (self._repo / path).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            handle.close()
+            raise missing
+        if offset > status.st_size:
+            handle.close()
+            raise OutOfRangeError(
+                f"{path}: expected an offset of at most {status.st_size}, the size of the file, "
+                f"got {offset}; request the file again from its start"
+            )
+
+        def chunks() -> Iterator[bytes]:
+            with handle:
+                handle.seek(offset)
+                while chunk := handle.read(CHUNK):
+                    yield chunk
+
+        return OpenPublishedFile(status.st_size, chunks())
 
     def _is_signed(self, path: str) -> bool:
-        if self._trust is None:
-            return False
-        try:
-            self._trust.signed_entry(path)
-        except NotFoundError:
-            return False
-        return True
+        with suppress(NotFoundError):
+            if self._trust is not None:
+                self._trust.signed_entry(path)
+                return True
+        return False
 
     def watch(self) -> None:
         """Look for changes of the folder every second in a thread, until `close`; call it once.
@@ -442,20 +421,16 @@ class ChangeCounter:
             self._count += 1
             self._condition.notify_all()
 
-    def wait_for_change(
-        self, known_count: int, timeout_s: float, is_gone: Callable[[], bool] = lambda: False
-    ) -> int:
+    def wait_for_change(self, known_count: int, timeout_s: float) -> int:
         """Wait until there is a change, or the time is over.
 
         Args:
             known_count: the count that the caller knows; another present count returns at once.
             timeout_s: longest wait in seconds; 0 or less does not wait.
-            is_gone: ends the wait when it returns True; called at once and at each change, under
-                the counter's lock. By default it never ends it. Its error passes through.
 
         Returns:
-            The present count; equal to `known_count` if the time is over or the caller is gone.
+            The present count; equal to `known_count` if the time is over.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._count != known_count or is_gone(), timeout_s)
+            self._condition.wait_for(lambda: self._count != known_count, timeout_s)
             return self._count
