@@ -17,9 +17,9 @@ from nobackfill.plugins.milvus.gallery import InMilvus, MilvusGallery, wait_for_
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from nobackfill.vectors import Vectors
 from tests.support import milvus, postgres
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 _CONNECTIONS = 40
 _LOOK_S = 0.05

@@ -13,8 +13,8 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import (
     CandidateSource,
-    PostgresqlSearcher,
 )
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 K, WRITERS, READERS = 10, 2, 2
 NOTE = (

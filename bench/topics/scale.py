@@ -19,8 +19,8 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import EF, Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.support.postgres import running
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 K = 10
 RECALLED = 200

@@ -17,10 +17,10 @@ from nobackfill.plugins.milvus import candidates
 from nobackfill.plugins.milvus.expressions import expression_of
 from nobackfill.plugins.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.graphs import RECALL
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
 from tests.gallery.test_filters import FILTERS, TIMES, holds, moment
 from tests.stores.milvus_engine import MilvusEngine
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 ONE = spec(1).space
 COUNT = 3_000

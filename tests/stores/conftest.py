@@ -16,8 +16,9 @@ from nobackfill.gallery.sqlite_gallery import SqliteGallery, SqliteSearcher
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
-from nobackfill.server.stores.postgresql.search import PostgresqlFiltering, PostgresqlSearcher
+from nobackfill.server.stores.postgresql.search import PostgresqlFiltering
 from tests.gallery.making import spec
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 if TYPE_CHECKING:
     from tests.support.postgres import Server

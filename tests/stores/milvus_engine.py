@@ -9,9 +9,9 @@ from nobackfill.plugins.milvus.columns import collection_name, database_id
 from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.plugins.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.stores.conftest import PostgresqlEngine
 from tests.support.postgres import Server
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 
 class MilvusEngine(PostgresqlEngine):

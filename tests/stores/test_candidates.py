@@ -11,8 +11,8 @@ from nobackfill.gallery.search.index import EXACT_EF
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import journal
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 pytest.importorskip("pymilvus", reason="the store is imported with it")
 

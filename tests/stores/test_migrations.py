@@ -23,10 +23,10 @@ from nobackfill.gallery.filters import Exists, Not, OneOf, Range, TimeRange
 from nobackfill.server.storage import Storage, migrate_database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.schema import FORMAT
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.test_filters import holds, moment
 from tests.server.test_cli import run_json
 from tests.support.postgres import Server
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 OLDER = range(1, FORMAT)
 # Of what was told to a Milvus each step keeps nothing: it is told again.

@@ -12,12 +12,12 @@ from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
 from nobackfill.server.stores.postgresql.database import Connection, execute, is_connection_lost
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import (
-    PostgresqlSearcher,
     SpaceTable,
     execute_nearest,
     is_idle,
 )
 from tests.gallery.making import ids, spec, vectors
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 QUERIES = vectors(5, 9)
 

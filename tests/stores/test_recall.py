@@ -13,10 +13,10 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import graphs
 from nobackfill.server.stores.postgresql.database import EF
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from nobackfill.vectors import Vectors
 from tests.gallery.making import ids, spec, vectors
 from tests.stores.thin_graphs import SPACE, filled, islands, thin
+from tests.support.postgresql_searcher import PostgresqlSearcher
 
 
 def nothing() -> None:

@@ -243,49 +243,6 @@ class CandidateSource(Protocol):
         """
 
 
-class PostgresqlSearcher:
-    """Search one space; implements Searcher."""
-
-    def __init__(
-        self,
-        database: Database,
-        schema: str,
-        info: SpaceInfo,
-        candidates: CandidateSource | None = None,
-    ) -> None:
-        self._database = database
-        self._candidates = candidates
-        self._table = SpaceTable(schema, info)
-
-    def search(
-        self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
-    ) -> Neighbours:
-        """Find the nearest items to each query; see `search` in this module. Any thread may call
-        it.
-
-        Args:
-            queries: float32 [q, dim]; q may be 0.
-            k: most items for each query, at least 1.
-            filtered: only items that pass this filter; None means all.
-            ef: least number of candidates of the graph; 0 means EF, and above 1000 every row is
-                compared.
-
-        Returns:
-            Neighbours [q, k], nearest first, equal distances by label, padded with -1 and infinity.
-
-        Raises:
-            InvalidInputError: a query or the filter is not valid.
-            GalleryDeletedError: the gallery was deleted.
-            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
-                gone.
-            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-        """
-        requests = [(self._table, queries)]
-        return search(
-            self._database, requests, k, sql_condition(filtered), ef, candidates=self._candidates
-        )[0]
-
-
 def search(
     database: Database,
     requests: Sequence[tuple[SpaceTable, Vectors]],
