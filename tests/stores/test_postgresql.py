@@ -62,9 +62,11 @@ def test_a_connection_that_breaks_at_the_commit_leaves_one_put(
     """Before it: done again. After it: the server says that it happened."""
     broken: list[int] = []
 
-    def breaking(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
+    def breaking(
+        connection: Connection, statement: str, values: Sequence[Any] = (), **options: bool
+    ) -> Any:
         if statement != "COMMIT" or broken:
-            return execute(connection, statement, values)
+            return execute(connection, statement, values, **options)
         broken.append(backend(connection))
         if when == "after":
             execute(connection, "COMMIT")

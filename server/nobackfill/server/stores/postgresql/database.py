@@ -538,6 +538,20 @@ class Database:
             finally:
                 self._own.reading = False
 
+    def fetch(
+        self, statement: str, values: Sequence[Any] = (), *, plans_for_values: bool = False
+    ) -> list[Any]:
+        """Return the rows of one statement; see `execute` for its arguments.
+
+        Raises:
+            NobackfillError: as `read`.
+        """
+        return self.read(
+            lambda connection: execute(
+                connection, statement, values, plans_for_values=plans_for_values
+            ).fetchall()
+        )
+
     def write(self, work: Callable[[Connection], Result]) -> Result:
         """Run a transaction that happens once, durably.
 

@@ -579,20 +579,14 @@ class PostgresqlGallery(Reads):
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        table = self._table(space)
-        return self.database.read(
-            lambda connection: [
-                item_from_row(row)
-                for row in execute(
-                    connection,
-                    "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
-                    f" FROM {self.schema}.items i JOIN {table} v USING (label)"
-                    " WHERE i.id = ANY(%s) AND v.origin = 'upgraded'"
-                    " ORDER BY v.uncertainty DESC NULLS LAST, label",
-                    [storable_ids(ids)],
-                )
-            ]
+        rows_found = self.database.fetch(
+            "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+            f" FROM {self.schema}.items i JOIN {self._table(space)} v USING (label)"
+            " WHERE i.id = ANY(%s) AND v.origin = 'upgraded'"
+            " ORDER BY v.uncertainty DESC NULLS LAST, label",
+            [storable_ids(ids)],
         )
+        return [item_from_row(row) for row in rows_found]
 
     def active(self) -> SpaceInfo:
         """Return the active space.
@@ -623,9 +617,7 @@ class PostgresqlGalleries:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = "SELECT name FROM nobackfill.galleries ORDER BY name"
-        return self.database.read(
-            lambda connection: [name for (name,) in execute(connection, query)]
-        )
+        return [name for (name,) in self.database.fetch(query)]
 
     def open(self, name: str) -> PostgresqlGallery:
         """Open a gallery; see GalleryStorage.open.

@@ -198,16 +198,13 @@ def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
     """
     if info.spec.dim > MOST_HALF:
         return True
-    row = database.read(
-        lambda connection: execute(
-            connection,
-            "SELECT i.indisvalid FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid"
-            " JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE n.nspname = %s AND c.relname = %s",
-            [schema, graph_name(info)],
-        ).fetchone()
+    is_valid = database.fetch(
+        "SELECT i.indisvalid FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE n.nspname = %s AND c.relname = %s",
+        [schema, graph_name(info)],
     )
-    return row is not None and bool(row[0])
+    return is_valid == [(True,)]
 
 
 def build_graph(database: Database, schema: str, info: SpaceInfo) -> None:

@@ -149,7 +149,7 @@ def check_term(database: Database, term: int) -> None:
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
-    if database.read(lambda connection: execute(connection, query).fetchone()[0]) != term:
+    if database.fetch(query) != [(term,)]:
         raise LeadershipLostError(
             "another gateway leads the activation now, so this one changed nothing; follow it with "
             "`gateway watch`"
@@ -415,7 +415,7 @@ class DatabaseState(GatewayState):
         self._update_lock = threading.Lock()
         self._epoch = -1
         query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway"
-        epoch, value, writer = database.read(lambda c: execute(c, query).fetchone())
+        ((epoch, value, writer),) = database.fetch(query)
         super().__init__(_parse_database_state(value, writer))
         self._epoch = epoch
 
@@ -440,7 +440,7 @@ class DatabaseState(GatewayState):
             " (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number, epoch)), '{}')"
             " FROM nobackfill.galleries) FROM nobackfill.gateway"
         )
-        epoch, value, writer, marks = self._database.read(lambda c: execute(c, query).fetchone())
+        ((epoch, value, writer, marks),) = self._database.fetch(query)
         self._update(epoch, _parse_database_state(value, writer))
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
@@ -586,10 +586,8 @@ class DatabaseState(GatewayState):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = "SELECT value FROM nobackfill.jobs WHERE gallery = %s"
-        row = self._database.read(
-            lambda connection: execute(connection, query, [gallery]).fetchone()
-        )
-        return None if row is None else str(row[0])
+        rows = self._database.fetch(query, [gallery])
+        return str(rows[0][0]) if rows else None
 
     def save_upgrade_record(self, gallery: str, job: str | None) -> None:
         """Save the record of a gallery's upgrade for other gateways; None deletes it; see
@@ -634,7 +632,7 @@ class DatabaseState(GatewayState):
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"
             " FROM nobackfill.audit ORDER BY number DESC LIMIT %s"
         )
-        rows = self._database.read(lambda c: execute(c, query, [MAX_AUDIT_ENTRIES]).fetchall())
+        rows = self._database.fetch(query, [MAX_AUDIT_ENTRIES])
         return [AuditEntry(*row) for row in reversed(rows)]
 
 

@@ -93,9 +93,7 @@ class DatabaseLedger:
         began = time.monotonic()
         if began >= self._next_count:
             statement = f"SELECT count(*) FROM {self._table} WHERE origin = 'upgraded'"
-            self._count = self._database.read(
-                lambda connection: int(execute(connection, statement).fetchone()[0])
-            )
+            ((self._count,),) = self._database.fetch(statement)
             ended = time.monotonic()
             self._next_count = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
 

@@ -272,9 +272,7 @@ class Reads:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
-        return self.database.read(
-            lambda connection: rows.label_column(execute(connection, query, [storable_ids(ids)]))
-        )
+        return rows.label_column(self.database.fetch(query, [storable_ids(ids)]))
 
     def get(self, item_id: str) -> StoredItem | None:
         """Return an item by its id, without origin and uncertainty; None if it does not exist; see
@@ -331,9 +329,9 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return self.database.read(
-            lambda connection: rows.count_rows(connection, self.schema, space)
-        )
+        table = f"{self.schema}.items" if space is None else self._table(space)
+        ((total,),) = self.database.fetch(f"SELECT count(*) FROM {table}")
+        return int(total)
 
     def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
@@ -475,14 +473,9 @@ class Reads:
                 f" AND ({condition.sql}) ORDER BY i.label LIMIT %s"
             )
             values = [0 if start_after is None else start_after.label, *condition.parameters, limit]
-        places = self.database.read(
-            lambda connection: [
-                ListingPosition(*row)
-                for row in execute(
-                    connection, query, values, plans_for_values=condition is not ALWAYS_TRUE
-                )
-            ]
-        )
+        is_filtered = condition is not ALWAYS_TRUE
+        found_rows = self.database.fetch(query, values, plans_for_values=is_filtered)
+        places = [ListingPosition(*row) for row in found_rows]
         items = self.items([place.label for place in places], space)
         found = [(item, place) for item, place in zip(items, places, strict=True) if item]
         return found, places[-1] if len(places) == limit else None
@@ -513,7 +506,7 @@ class Reads:
             f" LEFT JOIN {self._table(space)} v ON v.label = i.label"
             " WHERE i.facets ? %s ORDER BY f.kind, e.value, i.label"
         )
-        found = self.database.read(lambda c: execute(c, query, [key, key]).fetchall())
+        found = self.database.fetch(query, [key, key])
         return [
             build_metadata_group(kind, value, [row[2:] for row in members])
             for (kind, value), members in groupby(found, key=lambda row: row[:2])

@@ -270,27 +270,6 @@ def read_facets(connection: Connection, schema: str, labels: Labels) -> Mapping[
     return dict(execute(connection, query, [labels.tolist()]).fetchall())
 
 
-def count_rows(connection: Connection, schema: str, space: str | None) -> int:
-    """Return the number of items, or of vectors in a space.
-
-    It reads the whole table or an index of it.
-
-    Args:
-        connection: the connection.
-        schema: schema of the gallery.
-        space: id of the space; None counts the items.
-
-    Raises:
-        IncompatibleSpaceError: the gallery does not have the space.
-        psycopg.Error: the statement fails, as without the table; the caller translates it.
-    """
-    table = f"{schema}.items"
-    if space is not None:
-        table = table_name(schema, find_space(connection, schema, space).table_number)
-    total: int = execute(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
-    return total
-
-
 def stored_rows(
     connection: Connection, schema: str, labels: Labels, info: SpaceInfo
 ) -> StoredVectors:
@@ -327,7 +306,7 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
         count: most labels to draw, at least 1.
 
     Returns:
-        Different labels, int64, increasing: at least half of `count_rows`, or all if the table has
+        Different labels, int64, increasing: at least half of `count`, or all if the table has
         fewer; none of an empty table.
 
     Raises:

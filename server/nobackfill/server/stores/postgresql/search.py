@@ -473,21 +473,13 @@ class PostgresqlMatches:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
-        return self._database.read(
-            lambda connection: label_column(
-                execute(connection, query, self.condition.parameters, plans_for_values=True)
-            )
-        )
+        values = self.condition.parameters
+        return label_column(self._database.fetch(query, values, plans_for_values=True))
 
     def __len__(self) -> int:
-        query = f"SELECT count(*) FROM {self._items}"
-        return self._database.read(
-            lambda connection: int(
-                execute(
-                    connection, query, self.condition.parameters, plans_for_values=True
-                ).fetchone()[0]
-            )
-        )
+        query, values = f"SELECT count(*) FROM {self._items}", self.condition.parameters
+        ((total,),) = self._database.fetch(query, values, plans_for_values=True)
+        return int(total)
 
     def mask(self, labels: Labels) -> Mask:
         """Return which of `labels` (int64 [n], increasing) pass now, as bool [n].
