@@ -247,10 +247,7 @@ class Lane:
             DeadlineError: the turn did not come in time.
         """
         if not self._turns.acquire(timeout=min(timeout_s, MAX_WAIT_SECONDS)):
-            raise DeadlineError(
-                "the call's deadline passed before its turn came, because the gateway has much "
-                "work; allow more time, or try again later"
-            )
+            raise _late_error()
 
     def end_turn(self) -> None:
         """Let the next call work; once for each turn that `take_turn` gave."""
@@ -271,6 +268,13 @@ class Lane:
         once, and running work goes on.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _late_error() -> DeadlineError:
+    return DeadlineError(
+        "the call's deadline passed before its turn came, because the gateway has much work; allow "
+        "more time, or try again later"
+    )
 
 
 class Lanes:
@@ -781,12 +785,7 @@ class RpcMethod:
         reads_stream: the client sends several messages.
         sends_stream: the server sends several messages.
         lane: lane of calls whose message is small and light.
-        admission: gives each call a place in a lane.
-        stall_monitor: ends calls whose client sends or reads too slowly.
-        metrics: the gateway's metrics.
-        max_call_seconds: longest time of a unary call.
-        receive_timeout_s: longest time (seconds) for a unary call to send its message.
-        is_slow: tells whether searches of a gallery are slow.
+        interceptor: holds what all methods share.
         answer_immediately: answers some calls on the thread that receives them; None if it answers
             none.
     """
@@ -798,12 +797,7 @@ class RpcMethod:
     reads_stream: bool
     sends_stream: bool
     lane: Lane
-    admission: "CallAdmission"
-    stall_monitor: StallMonitor
-    metrics: Metrics
-    max_call_seconds: float
-    receive_timeout_s: float
-    is_slow: Callable[[str], bool]
+    interceptor: "Interceptor"
     answer_immediately: ImmediateAnswer | None = None
 
     @property
@@ -906,6 +900,7 @@ class Rpc:
         self._arrived = time.monotonic()
         self._endings: list[Callable[[], None]] = []
         self.principal = LOCAL
+        self._shared = method.interceptor
         self.decode_request = method.decode_request
         self.answer_immediately = method.answer_immediately
         self.lane = method.lane
@@ -926,7 +921,7 @@ class Rpc:
 
     def time_limit_s(self) -> float:
         """Return the longest time for the answer of a unary call, in seconds from its arrival."""
-        return self.method.max_call_seconds
+        return self._shared.max_call_seconds
 
     def accept_caller(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
         """Accept the caller; from now on its share of a lane is that of its token.
@@ -952,7 +947,7 @@ class Rpc:
         """
         for ending in self._endings:
             ending()
-        self.method.metrics.calls.count(self.method.path, code, time.monotonic() - self._arrived)
+        self._shared.metrics.calls.count(self.method.path, code, time.monotonic() - self._arrived)
         if self.trace is not None:
             self.trace.end(code, self.request_id)
 
@@ -972,7 +967,7 @@ class Rpc:
         A search that sets `accuracy` is slow. A request without `query` or `queries` is none.
         """
         searches = hasattr(request, "query") or hasattr(request, "queries")
-        return searches and (request.HasField("accuracy") or self.method.is_slow(request.gallery))
+        return searches and (request.HasField("accuracy") or self._shared.is_slow(request.gallery))
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
         if self.method.sends_stream:
@@ -999,7 +994,7 @@ class Rpc:
             if not context.add_callback(ended.set):
                 ended.set()
             responses = self.method.behavior(request, context)
-            yield from self.method.stall_monitor.watch_responses(responses, stream, ended)
+            yield from self._shared.stall_monitor.watch_responses(responses, stream, ended)
             if stream.stop_reason is not None:
                 raise stream.stop_reason
             if stream.is_too_old:
@@ -1020,13 +1015,10 @@ class Rpc:
         if self.refusal is not None:
             raise self.refusal
         argument = self._take_place(argument, context)
-        limit = _MAX_STREAM_SECONDS if self.method.is_streaming else self.method.max_call_seconds
+        limit = _MAX_STREAM_SECONDS if self.method.is_streaming else self._shared.max_call_seconds
         remaining = min(context.time_remaining(), self._arrived + limit - time.monotonic())
         if not context.is_active() or remaining <= 0:
-            raise DeadlineError(
-                "the call's deadline passed before its turn came, because the gateway has much "
-                "work; allow more time, or try again later"
-            )
+            raise _late_error()
         active = (
             self.open_stream(context).is_active if self.method.is_streaming else context.is_active
         )
@@ -1038,7 +1030,7 @@ class Rpc:
         if self._open is not None and self.method.reads_stream:
             return map(
                 self.decode_and_check,
-                self.method.stall_monitor.watch_requests(argument, self._open),
+                self._shared.stall_monitor.watch_requests(argument, self._open),
             )
         return self.decode_and_check(argument)
 
@@ -1063,7 +1055,7 @@ class Rpc:
             checks_stop=checks_stop,
             drains_on_stop=size.drains_on_stop,
         )
-        self.on_end(self.method.stall_monitor.watch(stream))
+        self.on_end(self._shared.stall_monitor.watch(stream))
         return stream
 
     def decode_and_check(self, argument: Any) -> Any:
@@ -1113,7 +1105,7 @@ class PlainRpc(Rpc):
     awaits_message = True
 
     def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        admission, lane, request = self.method.admission, self.lane, argument
+        admission, lane, request = self._shared.admission, self.lane, argument
         admission.working_calls.add(self)
         if not context.add_callback(lambda: admission.working_calls.discard(self)):
             admission.working_calls.discard(self)
@@ -1122,18 +1114,18 @@ class PlainRpc(Rpc):
         admission.enter(self, lane, context.peer())
         if not self.method.is_streaming:
             # A stream has its thread until it ends.
-            lane.take_turn(min(context.time_remaining(), self.method.max_call_seconds))
+            lane.take_turn(min(context.time_remaining(), self._shared.max_call_seconds))
             self.on_end(lane.end_turn)
         return request
 
     def _receive(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Wait for the one message; the call is ended if it does not arrive in time."""
-        method, awaited = self.method, self.method.admission.calls_awaiting_message
+        shared, awaited = self._shared, self._shared.admission.calls_awaiting_message
         # A message that is under way when the gateway stops may still arrive.
         waiting = OpenStream(
-            context, _accept, method.receive_timeout_s, checks_stop=True, drains_on_stop=False
+            context, _accept, shared.receive_timeout_s, checks_stop=True, drains_on_stop=False
         )
-        stop_watching = method.stall_monitor.watch(waiting)
+        stop_watching = shared.stall_monitor.watch(waiting)
         awaited.add(self)
         try:
             return next(messages)
@@ -1197,12 +1189,12 @@ class Interceptor(grpc.ServerInterceptor):
         self.is_plain_server = is_plain_server
         self.max_calls = max_calls
         self.receive_timeout_s = receive_timeout_s
-        self._is_slow = is_slow
+        self.is_slow = is_slow
         self._immediate_answers = immediate_answers
         self._tracing = tracing
         self.metrics = metrics
         self._tokens = tokens
-        self._max_call_seconds = max_call_seconds
+        self.max_call_seconds = max_call_seconds
         self.lanes = Lanes(
             max_calls, limits_callers=tokens is not None, is_plain_server=is_plain_server
         )
@@ -1318,12 +1310,7 @@ class Interceptor(grpc.ServerInterceptor):
             reads_stream=bool(handler.request_streaming),
             sends_stream=bool(handler.response_streaming),
             lane=self.lanes.lane_of(method, is_stream=streams),
-            admission=self.admission,
-            stall_monitor=self.stall_monitor,
-            metrics=self.metrics,
-            max_call_seconds=self._max_call_seconds,
-            receive_timeout_s=self.receive_timeout_s,
-            is_slow=self._is_slow,
+            interceptor=self,
             answer_immediately=self._immediate_answers.get(method),
         )
 
@@ -1352,13 +1339,9 @@ def _serializer(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], byt
 
 def _request_name(requested: str | None) -> str:
     """Return the caller's x-request-id if it is short plain ASCII, else a new id."""
-    is_plain = (
-        requested is not None
-        and 0 < len(requested) <= 64
-        and requested.isascii()
-        and requested.isprintable()
-    )
-    return requested if is_plain and requested is not None else f"{_prefix}{next(_numbers):x}"
+    if requested and len(requested) <= 64 and requested.isascii() and requested.isprintable():
+        return requested
+    return f"{_prefix}{next(_numbers):x}"
 
 
 def _text(value: str | bytes | None) -> str | None:
