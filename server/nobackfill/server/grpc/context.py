@@ -192,7 +192,8 @@ class Tokens:
         """
         token = self._find(authorization)
         if token.calls_per_second is not None:
-            self._rate_limit(token.principal.name, token.calls_per_second).take()
+            key = token.principal.name, token.calls_per_second
+            self._rates.setdefault(key, RateLimit(*key)).take()
         return token.principal
 
     def confirm(self, authorization: str | None, principal: Principal) -> None:
@@ -231,9 +232,6 @@ class Tokens:
         raise UnauthenticatedError(
             "the token is unknown to this gateway, or has expired; ask its operator for a new one"
         )
-
-    def _rate_limit(self, name: str, limit: float) -> RateLimit:
-        return self._rates.setdefault((name, limit), RateLimit(name, limit))
 
     def _refresh(self) -> None:
         now = time.monotonic()

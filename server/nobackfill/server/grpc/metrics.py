@@ -150,10 +150,6 @@ class DeviceMetrics:
 _DAY = timedelta(days=1)
 
 
-def _none() -> Mapping[str, datetime]:
-    return {}
-
-
 class Expiries(Collector):
     """Export the days until metadata, certificates and tokens expire.
 
@@ -161,8 +157,8 @@ class Expiries(Collector):
     """
 
     def __init__(self) -> None:
-        self.metadata_expiries: Callable[[], Mapping[str, datetime]] = _none
-        self.certificate_expiries: Callable[[], Mapping[str, datetime]] = _none
+        self.metadata_expiries: Callable[[], Mapping[str, datetime]] = dict
+        self.certificate_expiries: Callable[[], Mapping[str, datetime]] = dict
         # The first token to expire, without its name.
         self.first_token_expiry: Callable[[], datetime | None] = lambda: None
 
