@@ -25,12 +25,7 @@ from nobackfill.research.presets import (
     Preset,
     Split,
 )
-from nobackfill.research.protocols import (
-    GLDV2_FIGURE,
-    GLDV2_PAPER,
-    ProtocolRow,
-    write_protocols,
-)
+from nobackfill.research.protocols import PAPER_TABLES, ProtocolRow, write_protocols
 from nobackfill.research.results import Figure
 from nobackfill.research.rows import ComparisonPlace, TrainingRun, upper_bound_key
 from nobackfill.training.config import load_config, parse_config
@@ -487,24 +482,57 @@ def test_bcts_tables_3_and_4_are_as_printed(tmp_path: Path) -> None:
     )
 
 
-def test_dmus_figures_stand_beside_ours(tmp_path: Path) -> None:
-    """Each has a row; the page has those of the rows that were run, and no other set's has any."""
-    place = ComparisonPlace(GLDV2, GLDV2.splits[0], 0, tmp_path, tmp_path)
-    rows = {row.name for row in list_rows(place, ("scenarios", "ablations"))}
-    printed = [name for table in GLDV2_PAPER.values() for name in table]
-    assert set(printed) == rows and len(printed) == len(rows)
-    cells: dict[str, dict[str, Figure]] = {
-        "new/new": {GLDV2_FIGURE: (0.25, None)},
-        "new/served": {GLDV2_FIGURE: (0.2, 0.01)},
-    }
-    run = {
-        f"scenario-extended-data:{name}": ProtocolRow(1, cells, {})
-        for name in ("independent", "focal")
-    }
-    page = write_protocols(tmp_path, "gldv2", run, "a command", "a machine")
-    lines = page.split("## Published figures, gldv2 map_at_100")[1].strip().splitlines()[2:]
-    assert lines == [
-        "| scenario-extended-data:independent | 25.58 | 25.00 | - | 20.00 ±1.00 | DMU Table 1 |",
-        "| scenario-extended-data:focal | 25.24 | 25.00 | 20.02 | 20.00 ±1.00 | DMU Table 8 |",
+# The groups of rows that the papers' tables need.
+GROUPS = {
+    "gldv2": ("scenarios", "ablations"), "ijbc": IJBC.row_groups,
+    "ms1mv3": ("allocations", "scenarios"), "market1501": ("independent", "bct"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_figure_of_a_paper_has_a_row(name: str, tmp_path: Path) -> None:
+    """No cell is printed twice, and only rows that no table has are left."""
+    preset = LAYOUTS[name][0]
+    place = ComparisonPlace(preset, preset.splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name for row in list_rows(place, GROUPS[name])}
+    printed = [
+        (row, cell, figure)
+        for table in PAPER_TABLES[name]
+        for row, cells in table.rows.items()
+        for cell, values in cells.items()
+        for figure, _ in zip(table.figures, values, strict=True)
     ]
-    assert "Published" not in write_protocols(tmp_path, "ijbc", run, "a command", "a machine")
+    assert len(set(printed)) == len(printed)
+    assert {cell for _, cell, _ in printed} <= {"old/old", "new/served", "new/new"}
+    # DMU Table 2 has two of the four scenarios.
+    missing = {
+        f"scenario-{setting}:{method}"
+        for setting in ("extended-class", "deeper")
+        for method in ("independent", "bct_sys", "dmu")
+    }
+    assert rows - {row for row, _, _ in printed} == (missing if name == "ms1mv3" else set())
+    assert {row for row, _, _ in printed} <= rows
+
+
+def test_figures_of_the_papers_stand_beside_ours(tmp_path: Path) -> None:
+    """The page has those of the rows that were run."""
+    figure = "gldv2 map_at_100"
+    cells: dict[str, dict[str, Figure]] = {
+        "new/new": {figure: (0.25, None)},
+        "new/served": {figure: (0.2, 0.01)},
+    }
+    run = {f"scenario-extended-data:{name}": ProtocolRow(1, cells, {}) for name in ("dmu", "focal")}
+    page = write_protocols(tmp_path, "gldv2", run, "a command", "a machine")
+    lines = page.split("## Published figures")[1].strip().splitlines()[2:]
+    dmu, focal = ("scenario-extended-data:dmu", "scenario-extended-data:focal")
+    assert lines == [
+        f"| {dmu} | {figure} | new/new | 25.00 | 25.00 | DMU Table 1 |",
+        f"| {dmu} | roxford5k map_medium | new/new | 74.07 | - | DMU Table 1 |",
+        f"| {dmu} | rparis6k map_medium | new/new | 86.59 | - | DMU Table 1 |",
+        f"| {dmu} | {figure} | new/served | 22.56 | 20.00 ±1.00 | DMU Table 1 |",
+        f"| {dmu} | roxford5k map_medium | new/served | 66.68 | - | DMU Table 1 |",
+        f"| {dmu} | rparis6k map_medium | new/served | 84.48 | - | DMU Table 1 |",
+        f"| {focal} | {figure} | new/new | 25.24 | 25.00 | DMU Table 8 |",
+        f"| {focal} | {figure} | new/served | 20.02 | 20.00 ±1.00 | DMU Table 8 |",
+    ]
+    assert "Published" not in write_protocols(tmp_path, "folder", run, "a command", "a machine")
