@@ -4,10 +4,10 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -66,21 +66,15 @@ class IndexMaintenance:
         self._makers = ThreadPoolExecutor(thread_count, "index", initializer=self._lower_priority)
         self._budget = ThreadBudget(thread_count)
         # Galleries that wait for a thread, or have one.
-        self._busy: weakref.WeakSet[HostedInFile] = weakref.WeakSet()
+        self._busy: WeakSet[HostedInFile] = WeakSet()
         # For views whose index is not saved: the snapshot last seen, and since when. The references
         # are weak, so that a freed view does not keep its vectors and its graph in memory.
-        self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._since: WeakKeyDictionary[LiveView, tuple[ref[Snapshot], float]] = WeakKeyDictionary()
         # For tuned views: the number of queries by then, and the time from which to tune again.
-        self._tuned: weakref.WeakKeyDictionary[LiveView, tuple[int, float]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._tuned: WeakKeyDictionary[LiveView, tuple[int, float]] = WeakKeyDictionary()
         # Galleries that failed with an unexpected error, and the time until which they are left
         # alone.
-        self._paused_until: weakref.WeakKeyDictionary[HostedInFile, float] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._paused_until: WeakKeyDictionary[HostedInFile, float] = WeakKeyDictionary()
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
@@ -180,7 +174,7 @@ class IndexMaintenance:
             return False
         last_snapshot, since = self._since.get(view, (None, 0.0))
         if last_snapshot is None or last_snapshot() is not snapshot:
-            self._since[view] = (weakref.ref(snapshot), time.monotonic())
+            self._since[view] = (ref(snapshot), time.monotonic())
             return False
         return time.monotonic() - since >= (_QUIET_S if has_delta else _SAVE_RETRY_SECONDS)
 
@@ -265,7 +259,7 @@ class IndexCounts:
     graph: int
     exact: int
     delta: int
-    needs_graph: bool = False
+    needs_graph: bool
 
 
 def count_index(view: LiveView) -> IndexCounts:
@@ -274,13 +268,10 @@ def count_index(view: LiveView) -> IndexCounts:
 
     Both are of the present moment, but not of one snapshot.
     """
-    return replace(_counts(view.snapshot()), needs_graph=needs_index(view))
-
-
-def _counts(snapshot: Snapshot) -> IndexCounts:
+    snapshot = view.snapshot()
     base = len(snapshot.base)
     graph = base if snapshot.is_graph else 0
-    return IndexCounts(graph, base - graph, len(snapshot.delta))
+    return IndexCounts(graph, base - graph, len(snapshot.delta), needs_index(view))
 
 
 class IndexMetrics(Collector):
@@ -292,7 +283,7 @@ class IndexMetrics(Collector):
         self._galleries = list_galleries
         self._lock = threading.Lock()
         # When each graph was first seen; weak, so that this keeps no graph in memory.
-        self._first_seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()
+        self._first_seen: WeakKeyDictionary[Index, float] = WeakKeyDictionary()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, from the views.
@@ -307,7 +298,7 @@ class IndexMetrics(Collector):
         for hosted in self._galleries():
             for view in hosted.views().values():
                 snapshot = view.snapshot()
-                counts = _counts(snapshot)
+                counts = count_index(view)
                 for kind in vectors:
                     vectors[kind] += getattr(counts, kind)
                 if snapshot.is_graph:
