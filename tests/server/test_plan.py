@@ -5,6 +5,7 @@ import contextvars
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import LOCAL, Principal, Role
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Lane, LaneSize
-from nobackfill.server.healing.healing import Healing
+from nobackfill.server.healing.healing import Healing, HealingAnswerer
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Activation, Canary, State, StateFile
 from tests.support import graphs, releases
@@ -110,7 +111,13 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     adapters = QueryAdapters(tmp_path)
     answerers = AnswererFactory(
-        embedding, adapters, catalog, state, metrics, canaries.make_answerer, healing.make_answerer
+        embedding,
+        adapters,
+        catalog,
+        state,
+        metrics,
+        partial(CanaryAnswerer, canaries),
+        partial(HealingAnswerer, healing),
     )
     home = FileGalleryStorage(tmp_path / "galleries", SuspendablePool(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.make_answerer)

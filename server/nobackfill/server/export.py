@@ -6,8 +6,8 @@ OUT/side-2.parquet       id, side: only on request
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def export(
     durable.make_dir(staged, 0o700)
     count, rows = 0, {info.spec.release: 0 for info in infos}
     try:
-        with _write_errors(out), ExitStack() as closing:
+        with ExitStack() as closing:
             files = [closing.enter_context(_Files(staged, info.spec, side)) for info in infos]
             for piece in store.iterate_snapshot([info.spec.space for info in infos], window):
                 count += len(piece.items)
@@ -96,8 +96,13 @@ def export(
                 for file, stored in zip(files, piece.vectors, strict=True):
                     rows[file.release] += file.add(items, stored, native)
         durable.publish_dir(staged, out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CannotWriteError(
+                f"{out}: the vectors cannot be written ({error.strerror or error}); free some "
+                "space or check the permissions, then run the command again"
+            ) from error
         raise
     return ExportReport(count, rows)
 
@@ -110,17 +115,6 @@ def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceIn
             f"one of its releases: {join_few(sorted(infos))}"
         )
     return [infos[release] for release in sorted(set(releases) or infos)]
-
-
-@contextmanager
-def _write_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotWriteError(
-            f"{out}: the vectors cannot be written ({error.strerror or error}); free some space or "
-            "check the permissions, then run the command again"
-        ) from error
 
 
 class _Files:

@@ -5,6 +5,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,7 +14,7 @@ import structlog
 from nobackfill import durable
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.extras import load_plugin
-from nobackfill.server.canary.canaries import Canaries, CanaryMetrics
+from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer, CanaryMetrics
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import (
     EmbeddingService,
@@ -47,7 +48,7 @@ from nobackfill.server.grpc.services.search import SEARCH, SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.traces import read_tracing
-from nobackfill.server.healing.healing import Healing
+from nobackfill.server.healing.healing import Healing, HealingAnswerer
 from nobackfill.server.process_limits import raise_open_file_limit
 from nobackfill.server.rollout.activation import (
     Activations,
@@ -171,8 +172,8 @@ class GatewayServer:
             catalog,
             state,
             metrics,
-            canaries.make_answerer,
-            healing.make_answerer,
+            partial(CanaryAnswerer, canaries),
+            partial(HealingAnswerer, healing),
         )
         galleries = self.galleries = GalleryRegistry(
             storage.galleries, catalog, state, answerers.make_answerer

@@ -462,7 +462,7 @@ class StateFile(GatewayState):
         Raises:
             VerificationError: the file is damaged, cannot be read, or a newer version wrote it.
         """
-        self._path = path
+        self._path, self._audit_path = path, path.with_name(AUDIT)
         try:
             state = parse_state(
                 path.read_bytes(), str(path), read_writer_version(path.with_name(WRITER))
@@ -479,10 +479,6 @@ class StateFile(GatewayState):
         self._is_noted = False
         # Reserved space, so that an activation's end can be recorded on a full disk.
         self._spare = path.with_name(f"{path.name}.spare")
-
-    @property
-    def _audit_path(self) -> Path:
-        return self._path.with_name(AUDIT)
 
     def _keep_deed(self, deed: AuditEntry) -> None:
         # json.dumps writes ASCII, so a cut line cannot end within a character.

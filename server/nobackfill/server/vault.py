@@ -144,9 +144,8 @@ class VaultBlobs:
             OutOfRangeError: the offset is above its size.
             OSError: the file cannot be opened; also raised by the iterator, if it cannot be read.
         """
-        path = self._blob_path(owner, blob_id)
-        blob = _describe_blob(path)
-        if blob is None:
+        path = self._find_blob_path(owner, blob_id) if _HEX.match(blob_id) else None
+        if path is None or (blob := _describe_blob(path)) is None:
             raise _not_found()
         if offset > blob.size:
             raise OutOfRangeError(
@@ -338,12 +337,6 @@ class VaultBlobs:
         finally:
             with self._lock:
                 self._uploading.discard(key)
-
-    def _blob_path(self, owner: str, blob_id: str) -> Path:
-        path = self._find_blob_path(owner, blob_id) if _HEX.match(blob_id) else None
-        if path is None:
-            raise _not_found()
-        return path
 
     def _find_blob_path(self, owner: str, blob_id: str) -> Path | None:
         paths = self._shard_folder(owner, blob_id).glob(f"{blob_id}.*")

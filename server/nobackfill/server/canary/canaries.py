@@ -215,17 +215,6 @@ class Canaries:
             return False
         return self._comparison.record_feedback(request_id, item, kind)
 
-    def make_answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
-        """Make the answerer of a plan that has a canary.
-
-        The settings are read at each query.
-
-        Args:
-            old: answers by the active release.
-            new: answers by the canary's release.
-        """
-        return CanaryAnswerer(self, old, new)
-
     def enqueue_comparison(self, query: "_MirroredQuery", compare: Callable[[], None]) -> None:
         """Queue a comparison of both pairs; it is counted as skipped if too many wait.
 

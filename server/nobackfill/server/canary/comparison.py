@@ -238,14 +238,6 @@ class CanaryReport:
     evidence_by_bound: Mapping[str, float]
 
 
-@dataclass
-class _Counts:
-    old: AnsweredFigures = field(default_factory=AnsweredFigures)
-    new: AnsweredFigures = field(default_factory=AnsweredFigures)
-    likeness: AnswerSimilarity = field(default_factory=AnswerSimilarity)
-    skip_count: int = 0
-
-
 @dataclass(frozen=True)
 class Caller:
     """Identify a caller.
@@ -292,7 +284,8 @@ class CanaryComparison:
         self.release = release
         self._setting = canary_settings
         self._lock = threading.Lock()
-        self._counts = _Counts()
+        self._old, self._new = AnsweredFigures(), AnsweredFigures()
+        self._similarity, self._skip_count = AnswerSimilarity(), 0
         self._sessions = CanarySessions()
         self._errors, self._latency = CanaryEvidence(), CanaryEvidence()
         # When a query of each key, and of each token, last counted for latency.
@@ -364,8 +357,8 @@ class CanaryComparison:
             canary: the settings, with the bound on errors.
         """
         with self._lock:
-            self._counts.new.query_count += 1
-            self._counts.new.error_count += 1
+            self._new.query_count += 1
+            self._new.error_count += 1
             self._errors.add_outcome(True, canary.most_errors)
 
     def time_allowance(self, remaining: float) -> float:
@@ -418,11 +411,11 @@ class CanaryComparison:
                 enough = canary.largest_p99_ratio * self._p99
             if allowance < enough:
                 return False
-            self._counts.new.query_count += 1
-            self._counts.new.error_count += 1
+            self._new.query_count += 1
+            self._new.error_count += 1
             if single:
                 # A lower limit: the query would have taken longer.
-                self._counts.new.recent_latencies.append(allowance)
+                self._new.recent_latencies.append(allowance)
             if of_latency:
                 return self._counts_for_latency(caller)
             self._errors.add_outcome(True, canary.most_errors)
@@ -438,7 +431,7 @@ class CanaryComparison:
             canary: the settings.
         """
         with self._lock:
-            self._counts.new.query_count += 1
+            self._new.query_count += 1
             self._errors.add_outcome(False, canary.most_errors)
 
     def count_unpaired(self) -> None:
@@ -447,7 +440,7 @@ class CanaryComparison:
         It is no evidence.
         """
         with self._lock:
-            self._counts.new.query_count += 1
+            self._new.query_count += 1
 
     def count_mirrored(
         self, canary: Canary, old: SearchResult, new: SearchResult, *, is_new_mirrored: bool
@@ -465,15 +458,15 @@ class CanaryComparison:
                 computed for the comparison only. Then the new answer is counted, too.
         """
         with self._lock:
-            self._counts.likeness.count_pair(old, new)
+            self._similarity.count_pair(old, new)
             if is_new_mirrored:
-                self._counts.new.count_answer(new, None)
+                self._new.count_answer(new, None)
                 self._errors.add_outcome(False, canary.most_errors)
 
     def count_skipped(self) -> None:
         """Count a query that was not compared, because too many waited."""
         with self._lock:
-            self._counts.skip_count += 1
+            self._skip_count += 1
 
     def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
@@ -525,7 +518,6 @@ class CanaryComparison:
         evidence is 1.
         """
         with self._lock:
-            counts, sessions = self._counts, self._sessions
             state, message = self._ended or (CanaryState.RUNNING, "")
             return CanaryReport(
                 release=self.release,
@@ -533,15 +525,16 @@ class CanaryComparison:
                 message=message,
                 old_pair=self._pair_report(new=False),
                 new_pair=self._pair_report(new=True),
-                compared_query_count=counts.likeness.query_count,
-                mean_overlap=counts.likeness.mean_overlap,
-                mean_rank_correlation=counts.likeness.mean_rank_correlation,
-                skipped_query_count=counts.skip_count,
+                compared_query_count=self._similarity.query_count,
+                mean_overlap=self._similarity.mean_overlap,
+                mean_rank_correlation=self._similarity.mean_rank_correlation,
+                skipped_query_count=self._skip_count,
                 evidence_by_bound={
                     "errors": self._errors.value,
                     "latency": self._latency.value,
                     **{
-                        _EVIDENCE_OF[kind]: sessions.evidence[kind].value for kind in FEEDBACK_KINDS
+                        _EVIDENCE_OF[kind]: evidence.value
+                        for kind, evidence in self._sessions.evidence.items()
                     },
                 },
             )
@@ -560,7 +553,7 @@ class CanaryComparison:
             self._sessions.count_answer(key, answer.request_id, items, new=new)
 
     def _pair_figures(self, new: bool) -> AnsweredFigures:
-        return self._counts.new if new else self._counts.old
+        return self._new if new else self._old
 
     def _counts_for_latency(self, caller: "Caller") -> bool:
         """Tell whether a query counts for latency.
@@ -574,9 +567,9 @@ class CanaryComparison:
         )
 
     def _update_p99(self) -> None:
-        queries = self._counts.old.query_count
+        queries = self._old.query_count
         if queries >= _MIN_QUERIES and queries % _QUERIES_PER_UPDATE == 0:
-            self._p99 = self._counts.old.duration_quantile(0.99)
+            self._p99 = self._old.duration_quantile(0.99)
 
     def _pair_report(self, *, new: bool) -> PairReport:
         figures = self._pair_figures(new)

@@ -164,7 +164,9 @@ def _part_hits(
     def hits(distances: Vectors) -> list[RankedHit]:
         scores = calibrated_scores(part, origins, distances)
         return [
-            _make_hit(item, distance, score, part.release, origin)
+            RankedHit(item, distance, score.value, part.release, origin, score.beyond_calibration)
+            if score is not None
+            else RankedHit(item, distance, None, part.release, origin)
             for item, origin, distance, score in zip(
                 stored_items, origins, distances.tolist(), scores, strict=True
             )
@@ -175,14 +177,6 @@ def _part_hits(
     return list(
         zip(exact_hits, exact_hits if exact else hits(round_distances(distances)), strict=True)
     )
-
-
-def _make_hit(
-    item: StoredItem, distance: float, score: Score | None, release: int, origin: Origin
-) -> RankedHit:
-    if score is None:
-        return RankedHit(item, distance, None, release, origin)
-    return RankedHit(item, distance, score.value, release, origin, score.beyond_calibration)
 
 
 def calibrated_scores(

@@ -407,15 +407,6 @@ class Healing:
             self._close_replaced(_STOP_SECONDS)
             self._thread.join()
 
-    def make_answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
-        """Make the answerer of a plan that re-embeds a space.
-
-        Args:
-            plain: answers without re-embedding.
-            space: id of the space.
-        """
-        return HealingAnswerer(self, plain, space)
-
     def is_complete(self, hosted: HostedGallery, space: str) -> bool:
         """Tell whether a space has no migrated item left, as far as is known; called for each
         query.

@@ -90,31 +90,6 @@ class DatabaseLeadership(Leadership):
                 self._connection.close()
 
 
-def take_leadership(database: Database) -> DatabaseLeadership | None:
-    """Take the lead of an activation.
-
-    It begins a new term, by which transactions of earlier leads fail. It does not wait for another
-    gateway. A second call in this process gives None, too, while the first lead is open.
-
-    Returns:
-        The lead, which the caller closes; None if another gateway has it.
-
-    Raises:
-        UnavailableError: the database does not answer, or refuses the connection.
-        BusyError: the row of the term is locked for too long, or this gateway may not write.
-        CannotWriteError: the database cannot write.
-        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-    """
-    connection = _try_lock(database)
-    if connection is None:
-        return None
-    try:
-        return DatabaseLeadership(database, connection, begin_term(database))
-    except BaseException:
-        connection.close()
-        raise
-
-
 def begin_term(database: Database) -> int:
     """Begin a new term; every earlier lead is over.
 
@@ -130,30 +105,6 @@ def begin_term(database: Database) -> int:
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     return int(database.write(lambda connection: execute(connection, _NEW_TERM).fetchone()[0]))
-
-
-def check_term(database: Database, term: int) -> None:
-    """Check at the end of a transaction that a lead still holds; it then holds until the commit.
-
-    Call it within `Database.transact`; outside, the lock ends at once. A new term waits for the
-    commit.
-
-    Args:
-        database: the database, within the transaction.
-        term: the term of the lead.
-
-    Raises:
-        LeadershipLostError: another gateway leads.
-        BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
-            gone.
-        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-    """
-    query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
-    if database.fetch(query) != [(term,)]:
-        raise LeadershipLostError(
-            "another gateway leads the activation now, so this one changed nothing; follow it with "
-            "`gateway watch`"
-        )
 
 
 @contextmanager
@@ -519,13 +470,23 @@ class DatabaseState(GatewayState):
         def fenced() -> Result:
             result = work()
             if isinstance(lead, DatabaseLeadership):
-                check_term(self._database, lead.term)
+                # The row stays locked until the commit, so no new term begins before it.
+                query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
+                if self._database.fetch(query) != [(lead.term,)]:
+                    raise LeadershipLostError(
+                        "another gateway leads the activation now, so this one changed nothing; "
+                        "follow it with `gateway watch`"
+                    )
             return result
 
         return self._database.transact(fenced)
 
     def take_leadership(self) -> Leadership | None:
         """Take the lead of an activation; see GatewayState.take_leadership.
+
+        It begins a new term, by which transactions of earlier leads fail. It does not wait for
+        another gateway. A second call in this process gives None, too, while the first lead is
+        open.
 
         Returns:
             The lead, which the caller closes; None if another gateway has it.
@@ -536,7 +497,14 @@ class DatabaseState(GatewayState):
             CannotWriteError: the database cannot write.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return take_leadership(self._database)
+        connection = _try_lock(self._database)
+        if connection is None:
+            return None
+        try:
+            return DatabaseLeadership(self._database, connection, begin_term(self._database))
+        except BaseException:
+            connection.close()
+            raise
 
     def end_leadership(self) -> None:
         """Forget the activation under way, and end the lead of the gateway that runs it; see
