@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from nobackfill.errors import IncompatibleSpaceError
-from nobackfill.vectors import Metric, Origin
+from nobackfill.vectors import Metric as Metric
+from nobackfill.vectors import Origin as Origin
 
 if TYPE_CHECKING:
     # Importing pydantic would take half the time of a search on a device.
@@ -19,19 +20,6 @@ State = Literal["active", "staging", "previous"]
 # lists contain texts.
 MetadataValue = str | int | float | bool | Sequence[str]
 Metadata = Mapping[str, MetadataValue]
-
-__all__ = [
-    "Metadata",
-    "MetadataValue",
-    "Metric",
-    "Origin",
-    "SpaceInfo",
-    "SpaceSpec",
-    "State",
-    "missing_space_error",
-    "plan_side_passes",
-    "select_space",
-]
 
 
 @dataclass(frozen=True)
@@ -100,18 +88,8 @@ def select_space(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
     for info in spaces:
         if info.spec.space == space:
             return info
-    raise missing_space_error(spaces, space)
-
-
-def missing_space_error(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
-    """Return, without raising it, the error for a space that a gallery does not have.
-
-    Args:
-        spaces: The gallery's spaces, which the message lists; they may be empty.
-        space: Id of the missing space.
-    """
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
-    return IncompatibleSpaceError(
+    raise IncompatibleSpaceError(
         f"the gallery has no vectors of the space {space}; it has those of "
         f"{listed or 'no release'}. Use a model of one of these releases"
     )

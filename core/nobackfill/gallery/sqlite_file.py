@@ -41,7 +41,7 @@ from nobackfill.gallery.spec import (
     SpaceInfo,
     SpaceSpec,
     State,
-    missing_space_error,
+    select_space,
 )
 from nobackfill.vectors import Metric, Vectors
 
@@ -131,11 +131,7 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
         DamagedError: A row of the table of spaces is invalid.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    spaces = read_spaces(connection)
-    for info in spaces:
-        if info.spec.space == space:
-            return info
-    raise missing_space_error(spaces, space)
+    return select_space(read_spaces(connection), space)
 
 
 def read_commit_count(connection: sqlite3.Connection) -> int:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search.index import Index, Neighbours
+from nobackfill.gallery.search.index import Index, Neighbours, concatenate_neighbours
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.classes import worst_class
 from nobackfill.metrics.distances import Metric, distances
@@ -230,10 +230,7 @@ def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
         index.search(queries[start : start + _QUERIES], k)
         for start in range(0, len(queries), _QUERIES)
     ]
-    return Neighbours(
-        np.concatenate([part.labels for part in parts]),
-        np.concatenate([part.distances for part in parts]),
-    )
+    return concatenate_neighbours(parts)
 
 
 def rank_mixture(
@@ -277,12 +274,10 @@ def rank_mixture(
     labels = np.take_along_axis(labels, order, 1)
     ranking = rank_neighbours(labels, relevance)
     return CellFigures(
-        cmc(ranking, 1),
-        cmc(ranking, 5),
-        average_precision(ranking),
-        ranking,
-        labels,
-        np.take_along_axis(distances, order, 1),
+        **compute_figures(ranking),
+        ranking=ranking,
+        neighbours=labels,
+        distances=np.take_along_axis(distances, order, 1),
     )
 
 

@@ -10,6 +10,7 @@ from nobackfill.gallery.search.index import (
     Mask,
     Neighbours,
     Rows,
+    concatenate_neighbours,
     merge_neighbours,
     nearest_candidates,
     pair_distances,
@@ -165,10 +166,7 @@ class ExactIndex:
             self._search_block(queries[start : start + block], k, barred, among)
             for start in range(0, max(1, len(queries)), block)
         ]
-        return Neighbours(
-            np.concatenate([part.labels for part in parts]),
-            np.concatenate([part.distances for part in parts]),
-        )
+        return concatenate_neighbours(parts)
 
     def merge_nearer_rows(
         self, queries: Vectors, hits: Neighbours, mask: Mask | None = None

@@ -7,7 +7,7 @@ label. exact.py is the oracle of every other engine.
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -191,27 +191,33 @@ def nearest_candidates(labels: Labels, distances: Vectors, k: int) -> Neighbours
     return Neighbours(labels[query, order], distances[query, order])
 
 
+def concatenate_neighbours(parts: Sequence[Neighbours], axis: int = 0) -> Neighbours:
+    """Concatenate answers: of further queries along axis 0, of further candidates along axis 1.
+
+    Raises:
+        ValueError: There is no part, or the parts differ in the other axis.
+    """
+    return Neighbours(
+        np.concatenate([part.labels for part in parts], axis),
+        np.concatenate([part.distances for part in parts], axis),
+    )
+
+
 def merge_neighbours(parts: list[Neighbours], k: int) -> Neighbours:
     """Merge the answers [q, any] of indexes that share no label into one ranking [q, k].
 
     Args:
-        parts: At least one; a single part is returned as it is, whatever its number of columns.
+        parts: At least one.
         k: At least 1.
 
     Returns:
-        Neighbours [q, k] where there are several parts, nearest first, equal distances by label,
-        padded to k.
+        Neighbours [q, k], nearest first, equal distances by label, padded to k.
 
     Raises:
         ValueError: There is no part.
     """
-    if len(parts) == 1:
-        return parts[0]
-    return nearest_candidates(
-        np.concatenate([part.labels for part in parts], axis=1),
-        np.concatenate([part.distances for part in parts], axis=1),
-        k,
-    )
+    both = concatenate_neighbours(parts, axis=1)
+    return nearest_candidates(both.labels, both.distances, k)
 
 
 # How engines store vectors, and how exact distances are computed: in float64, rounded once. They
@@ -345,10 +351,7 @@ def merge_on_native_scale(
         Neighbours [q, k] by the distance of an equally likely native vector; equal ones by their
         own distance, then by label.
     """
-    both = Neighbours(
-        np.concatenate([migrated.labels, native.labels], axis=1),
-        np.concatenate([migrated.distances, native.distances], axis=1),
-    )
+    both = concatenate_neighbours([migrated, native], axis=1)
     joined = rank_on_native_scale(
         both, np.arange(both.labels.shape[1]) < migrated.labels.shape[1], scale
     )
