@@ -7,6 +7,7 @@ single unreadable rows. Labels stay the same, so that vectors match their items.
 import contextlib
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from nobackfill.gallery.sqlite_file import (
     open_lock,
     read_only_access,
     read_spaces,
-    read_state_value,
+    read_state_values,
     set_state_values,
     vector_table_name,
     vectors_from_blobs,
@@ -60,9 +61,9 @@ class RescueReport:
     """
 
     saved_item_count: int = 0
-    saved_vector_counts: dict[int, int] = field(default_factory=dict)
-    unreadable_label_counts: dict[str, int] = field(default_factory=dict)
-    invalid_row_counts: dict[str, int] = field(default_factory=dict)
+    saved_vector_counts: Counter[int] = field(default_factory=Counter)
+    unreadable_label_counts: Counter[str] = field(default_factory=Counter)
+    invalid_row_counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def missing_rows(self) -> int:
@@ -70,7 +71,7 @@ class RescueReport:
 
         It counts unreadable and invalid rows of all tables.
         """
-        return sum(self.unreadable_label_counts.values()) + sum(self.invalid_row_counts.values())
+        return self.unreadable_label_counts.total() + self.invalid_row_counts.total()
 
 
 def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) -> RescueReport:
@@ -101,10 +102,7 @@ def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) 
         check_tables(old, source)
         try:
             spaces = read_spaces(old)
-            state = {
-                key: read_state_value(old, key)
-                for (key,) in old.execute("SELECT key FROM state").fetchall()
-            }
+            state = read_state_values(old)
         except sqlite3.DatabaseError as error:
             raise DamagedError(
                 source,
@@ -208,7 +206,7 @@ class _Rescue:
                     row_range = self._old.execute(query, (low, high)).fetchall()
                 except sqlite3.DatabaseError:
                     if low == high:
-                        _count(self._report.unreadable_label_counts, table)
+                        self._report.unreadable_label_counts[table] += 1
                         continue
                     middle = (low + high) // 2
                     ranges += [(middle + 1, high), (low, middle)]
@@ -218,7 +216,7 @@ class _Rescue:
                         previous = row[0]
                         rows.append(row)
                     else:
-                        _count(self._report.invalid_row_counts, table)
+                        self._report.invalid_row_counts[table] += 1
             yield rows
 
     def _next(self, table: str, key: str, start: int) -> int:
@@ -241,7 +239,7 @@ class _Rescue:
                         raise InvalidInputError(f"{item.id}: the damaged gallery has this id twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
-                    _count(self._report.invalid_row_counts, "items")
+                    self._report.invalid_row_counts["items"] += 1
                     continue
                 self._saved[item.id] = item.label
                 self._new.execute(
@@ -265,11 +263,8 @@ class _Rescue:
                 bad |= {present[row] for row in error.unusable_rows}
         valid = [row for place, row in enumerate(good) if place not in bad]
         if len(valid) < len(rows):
-            _count(self._report.invalid_row_counts, table, len(rows) - len(valid))
-        release = space.spec.release
-        self._report.saved_vector_counts[release] = self._report.saved_vector_counts.get(
-            release, 0
-        ) + len(valid)
+            self._report.invalid_row_counts[table] += len(rows) - len(valid)
+        self._report.saved_vector_counts[space.spec.release] += len(valid)
         name = vector_table_name(find_space(self._new, space.spec.space).table_number)
         with durable.transaction(self._new):
             self._new.executemany(
@@ -297,7 +292,7 @@ class _Rescue:
                         if row[item] in self._saved:
                             self._new.execute(f"INSERT INTO {name} ({names}) VALUES ({marks})", row)
                     except sqlite3.IntegrityError:
-                        _count(self._report.invalid_row_counts, name)
+                        self._report.invalid_row_counts[name] += 1
 
 
 def _is_sound(row: Row, space: SpaceInfo) -> bool:
@@ -307,7 +302,3 @@ def _is_sound(row: Row, space: SpaceInfo) -> bool:
     )
     origin_known = isinstance(origin, str) and origin in get_args(Origin)
     return sizes and origin_known and isinstance(uncertainty, float | None)
-
-
-def _count(counts: dict[str, int], name: str, more: int = 1) -> None:
-    counts[name] = counts.get(name, 0) + more
