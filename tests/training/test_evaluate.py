@@ -269,7 +269,7 @@ def test_folders_without_a_class_in_common_are_refused(life: Life, tmp_path: Pat
     (tmp_path / "g" / "zero").symlink_to(life.data / "gallery" / "0")
     result = run_evaluate(life, "--gallery", tmp_path / "g", "--cells", "2/2")
     assert result.exit_code == 65
-    assert "no class folder name in common" in result.output
+    assert "no class name in common" in result.output
 
 
 def test_a_gallery_without_another_image_of_a_class_is_refused(life: Life, tmp_path: Path) -> None:

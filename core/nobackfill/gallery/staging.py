@@ -1077,13 +1077,8 @@ def neighbour_overlap(
     labels, old_vectors, new_vectors = draw_pairs(source.space, target.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
         return None
-    old_nearest, new_nearest = (
-        _nearest(source, labels, old_vectors),
-        _nearest(target, labels, new_vectors),
-    )
-    shares = [
-        len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(old_nearest, new_nearest, strict=True)
-    ]
+    nearest = _nearest(source, labels, old_vectors), _nearest(target, labels, new_vectors)
+    shares = [len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(*nearest, strict=True)]
     return float(np.mean(shares))
 
 

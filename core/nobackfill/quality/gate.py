@@ -140,8 +140,8 @@ class GainRow:
 
 def gain_row(
     cell: CellName, old_cell: CellName, served_figures: CellFigures, old_figures: CellFigures,
-    native_figures: CellFigures | None, *, classes: Ints | None, float32_only: bool,
-    has_text_queries: bool, mixture: str = "",
+    native_figures: CellFigures | None, *, classes: Ints | None, float32_only: bool = False,
+    has_text_queries: bool = False, mixture: str = "",
 ) -> GainRow:  # fmt: skip
     """Compare a served cell with the old release's own cell.
 
@@ -360,10 +360,8 @@ def measure_unlabelled(
         return ()
     sample = items.listing.select(rows)
     if isinstance(sample, TextListing):
-        parts, label = (
-            sample.split_first_sentences(),
-            dict(zip(sample.paths, sample.labels, strict=True)),
-        )
+        parts = sample.split_first_sentences()
+        label = dict(zip(sample.paths, sample.labels, strict=True))
         rest_of_texts = PublishedListing(parts, items.files, items.manifests)
         classes = np.array([label[path] for path in parts.paths])
         return _measure_views(parts.as_queries(), rest_of_texts, served, classes)
@@ -440,16 +438,7 @@ def _measure_views(
     for name in served:
         old = native_cell(name.gallery_releases[0])
         migrated, stayed, new = cell(name), cell(old), cell(native_cell(name.query_release))
-        row = gain_row(
-            name,
-            old,
-            migrated,
-            stayed,
-            new,
-            classes=classes,
-            float32_only=False,
-            has_text_queries=False,
-        )
+        row = gain_row(name, old, migrated, stayed, new, classes=classes)
         cells.append(
             UnlabelledCell(
                 query=str(name.query_release), gallery=name.gallery_name, queries=len(views),
@@ -753,8 +742,7 @@ def _mixtures(
                 mixed.append(
                     gain_row(
                         name, old, served, gate.measure_cell(old), own,
-                        classes=gate.classes, float32_only=False,
-                        has_text_queries=gate.has_text_queries,
+                        classes=gate.classes, has_text_queries=gate.has_text_queries,
                         mixture=f"{share:.0%} of {other}".replace("%", " %"),
                     )
                 )  # fmt: skip
@@ -772,10 +760,8 @@ def _route(
         calibrating.measure_cell(native_cell(name.query_release)),
         calibrating.relevance,
     )
-    exact, served = (
-        gate.measure_cell(name, exact=True),
-        mean_of_answerable(gate.measure_cell(name).map),
-    )
+    exact = gate.measure_cell(name, exact=True)
+    served = mean_of_answerable(gate.measure_cell(name).map)
     fitting, judging = (
         QuerySet(one.queries, one.embedded, one.relevance, one.classes)
         for one in (calibrating, gate)

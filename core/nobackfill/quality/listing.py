@@ -200,18 +200,12 @@ def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tu
         The relevance, and the number of queries with a copy in the gallery.
 
     Raises:
-        InvalidInputError: No query has a class folder's name of the gallery, there are no queries,
-            or a file cannot be read.
+        InvalidInputError: The two listings have no class in common that has items, there are no
+            queries, or a file cannot be read.
     """
-    numbers = {name: label for label, name in enumerate(gallery.class_names)}
-    labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]
-    if all(label < 0 for label in labels):
-        raise InvalidInputError(
-            f"{queries.root} and {gallery.root} have no class folder name in common, so that no "
-            "query could find anything; use the same names in both"
-        )
-    relevance = relevance_by_label(labels, gallery.labels, hash_files(queries), hash_files(gallery))
-    return relevance, sum(len(ignored) > 0 for ignored in relevance.ignored)
+    relevant = relevance_by_class(queries, gallery).relevant
+    copies = relevance_by_label(hash_files(queries), hash_files(gallery)).relevant
+    return Relevance(relevant, copies), sum(len(rows) > 0 for rows in copies)
 
 
 # A half must have this many classes with this many images each, to compare anything.

@@ -465,38 +465,30 @@ def backfill_curves(
         IndexError: Relevance is for fewer queries, or names a position outside the gallery.
     """
     line = declared_distance_line(cell, queries) if line is None else line
-    served, native = (
-        gallery.vectors_along(cell.gallery_releases, int8=int8),
-        gallery.native_vectors(cell.query_release),
-    )
+    served = gallery.vectors_along(cell.gallery_releases, int8=int8)
+    native = gallery.native_vectors(cell.query_release)
     meets_served = query_vectors(cell, queries, served.embedding)
     uncertainty = served.uncertainty
+    labels, metric = gallery.listing.labels, queries.metric(cell.query_release)
     makers: dict[str, Callable[[], Ints]] = {
         "random": lambda: random_order(len(native), 0),
-        "class": lambda: class_order(gallery.listing.labels, 0),
+        "class": lambda: class_order(labels, 0),
         "oracle": lambda: oracle_order(served.embedding, native),
     }
     if uncertainty is not None:
         makers["uncertainty"] = lambda: uncertainty_order(uncertainty)
-        metric = queries.metric(cell.query_release)
         makers["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
-    selected = {}
-    for name in orders:
-        if name in makers:
-            order = makers[name]()
-            labels = gallery.listing.labels
-            selected[name] = (
-                ReembeddingOrder(order, class_shares(labels, order))
-                if name == "class"
-                else ReembeddingOrder(order)
-            )
+    selected = {name: ReembeddingOrder(makers[name]()) for name in orders if name in makers}
+    if "class" in selected:
+        order = selected["class"].item_order
+        selected["class"] = ReembeddingOrder(order, class_shares(labels, order))
     return curves_by_order(
         queries.native_vectors(cell.query_release),
         served.embedding,
         native,
         selected,
         relevance,
-        metric=queries.metric(cell.query_release),
+        metric=metric,
         served_queries=meets_served,
         distance_line=line,
     )
