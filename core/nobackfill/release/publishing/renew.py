@@ -50,12 +50,7 @@ class Renewal:
 
 def metadata_expiries(metadata: SignedMetadata) -> dict[Role, datetime]:
     """Return when the metadata of each role expires, UTC. The past counts, too."""
-    return {
-        "root": metadata.root.expires,
-        "targets": metadata.targets.expires,
-        "snapshot": metadata.snapshot.expires,
-        "timestamp": metadata.timestamp.expires,
-    }
+    return {role: getattr(metadata, role).expires for role in ROLES}
 
 
 def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -> Renewal:
@@ -303,8 +298,7 @@ def _mark(
         load_signers(keys, ledger.root)
         return news is not None
     with lock_publication(repo):
-        remove_leftovers(repo)
-        ledger = require_signed_metadata(repo)
+        ledger = _clean(repo)
         news = mark(path, _target(ledger, path))
         if news is None:
             return False

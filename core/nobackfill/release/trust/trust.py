@@ -402,12 +402,7 @@ class TrustedState:
 
     def expiries(self) -> dict[str, datetime]:
         """Return when the metadata of each role expires, UTC."""
-        return {
-            "root": self.root.expires,
-            "timestamp": self.timestamp.expires,
-            "snapshot": self.snapshot.expires,
-            "targets": self.targets.expires,
-        }
+        return {role: getattr(self, role).expires for role in ("root", *ROLE_FILES)}
 
     def version_floor(self) -> VersionFloor:
         """Return the versions of this state, with digests of the keys that may sign each role. Root
@@ -462,13 +457,10 @@ class TrustedState:
             VerificationError: Some has expired; the message names the first in the order root,
                 timestamp, snapshot, targets.
         """
-        for name, signed in (
-            ("root", self.root), ("timestamp", self.timestamp),
-            ("snapshot", self.snapshot), ("targets", self.targets),
-        ):  # fmt: skip
-            if signed.is_expired(time):
+        for name, end in self.expiries().items():
+            if time >= end:
                 raise VerificationError(
-                    expiry_message(f"{name} metadata expired on {signed.expires:%Y-%m-%d}")
+                    expiry_message(f"{name} metadata expired on {end:%Y-%m-%d}")
                 )
 
 
@@ -856,11 +848,8 @@ class Trust:
             NotFoundError: Nothing was fetched yet.
         """
         targets = self._trusted().targets.targets
-        numbers = {release_of_manifest(path): path for path in targets}
-        return {
-            n: withdrawal_reason(targets[path])
-            for n, path in sorted(_without_none(numbers).items())
-        }
+        reasons = {release_of_manifest(path): withdrawal_reason(targets[path]) for path in targets}
+        return {n: reasons[n] for n in sorted(n for n in reasons if n is not None)}
 
     def is_offered_to(self, release: int, device: str) -> bool:
         """Tell whether a release is offered to a device.
@@ -1153,10 +1142,6 @@ class TrustedFolder(Trust):
                 f"{path}: this published file differs from the one that was signed; restore it "
                 "from a copy of the publication, or publish the model as a new release"
             )
-
-
-def _without_none(numbers: dict[int | None, str]) -> dict[int, str]:
-    return {number: path for number, path in numbers.items() if number is not None}
 
 
 def converter_numbers(trust: Trust) -> list[int]:
