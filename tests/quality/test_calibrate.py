@@ -16,7 +16,7 @@ from nobackfill.quality.route_evidence import (
     fit_distance_line,
     retrieved_pairs,
 )
-from nobackfill.release.calibration import is_beyond_calibration, match_probabilities
+from nobackfill.release.calibration import Scorer, match_probabilities
 from nobackfill.release.manifest import LazyReembeddingEvidence
 
 SPACE = "sp-" + "0" * 64
@@ -83,7 +83,7 @@ def test_queries_unlike_those_of_the_calibration_are_recognised() -> None:
 
     def all_beyond(queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
         tens = np.sort(nearest(queries, gallery), axis=1)[:, :10]
-        return np.asarray(is_beyond_calibration(curve, tens).all(1))
+        return np.asarray(Scorer(curve).is_beyond_calibration(tens).all(1))
 
     other = 3 + 0.03 * rng.standard_normal((100, 16))
     told = match_probabilities(curve, nearest(other[:50], other[50:]))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.release.calibration import find_curve, is_beyond_calibration, match_probabilities
+from nobackfill.release.calibration import Scorer, find_curve, match_probabilities
 from nobackfill.release.manifest import Calibration
 from tests.support.releases import draft
 
@@ -49,7 +49,7 @@ def test_distances_outside_of_the_curve_are_flagged() -> None:
         distances=(0.5, 1, 2), probabilities=(0.98, 0.5, 0.02),
     )  # fmt: skip
     at = [0, 0.49, 0.5, 1.5, 2, 2.01, np.nan]
-    assert is_beyond_calibration(curve, at).tolist() == [
+    assert Scorer(curve).is_beyond_calibration(at).tolist() == [
         True,
         True,
         False,

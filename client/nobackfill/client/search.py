@@ -27,7 +27,7 @@ from nobackfill.gallery.search import index
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours, membership_mask
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.calibration import DistanceScale, is_beyond_calibration, match_probabilities
+from nobackfill.release.calibration import DistanceScale, Scorer
 from nobackfill.vectors import Vectors, check_vectors
 from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
@@ -66,15 +66,8 @@ class DeviceHit(answers.Hit):
             id, path, distance, score (a probability, or None without calibration), release, origin
             and beyond_calibration.
         """
-        return {
-            "id": self.id,
-            "path": self.path,
-            "distance": self.distance,
-            "score": self.score,
-            "release": self.release,
-            "origin": self.origin,
-            "beyond_calibration": self.beyond_calibration,
-        }
+        keys = ("id", "path", "distance", "score", "release", "origin", "beyond_calibration")
+        return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -146,6 +139,7 @@ class Search:
             # Damaged vectors would give wrong answers.
             raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
+        self._scorers = {origin: Scorer(curve) for origin, curve in self._curves.items()}
         self._index = ExactIndex(self.spec, labels, vectors)
         self._migrated = self._migrated_rows(labels)
         self._passing = self._filter(where)
@@ -379,16 +373,16 @@ class Search:
             DeviceHit(
                 id=item.id,
                 distance=float(distance),
-                score=None if curve is None else float(match_probabilities(curve, distance)),
+                score=None if curve is None else float(curve.scores(distance)),
                 release=self.spec.release,
                 origin=item.origin or "native",
                 metadata=item.metadata,
                 beyond_calibration=curve is not None
-                and bool(is_beyond_calibration(curve, distance)),
+                and bool(curve.is_beyond_calibration(distance)),
             )
             for item, distance in zip(items, distances, strict=False)
             if item is not None
-            for curve in (self._curves.get(item.origin or "native"),)
+            for curve in (self._scorers.get(item.origin or "native"),)
         ]
 
 

@@ -120,6 +120,9 @@ class Scorer:
         """Return which distances lie outside of those that the calibration saw; their scores are
         its end values. The first and the last breakpoint count as inside.
 
+        A model may place all pictures that differ from the calibration's close together: such
+        scores are no evidence of a match.
+
         Args:
             distances: Float, of any shape [...]; NaN is not beyond.
 
@@ -146,22 +149,6 @@ def match_probabilities(calibration: Curve, distances: ArrayLike) -> NDArray[np.
         stays NaN, so that no caller takes it for a match.
     """
     return Scorer(calibration).scores(distances)
-
-
-def is_beyond_calibration(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
-    """Return which distances lie outside of those that the calibration saw.
-
-    Their scores are the end values of the curve. A model may place all pictures that differ from
-    the calibration's close together: such scores are no evidence of a match.
-
-    Args:
-        calibration: The curve.
-        distances: Float, of any shape; NaN is not beyond.
-
-    Returns:
-        bool, of the same shape. The first and the last breakpoint are inside.
-    """
-    return Scorer(calibration).is_beyond_calibration(distances)
 
 
 def find_curve(
