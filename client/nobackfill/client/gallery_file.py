@@ -350,6 +350,24 @@ class GalleryFile:
         """
         return self.manifest(self.store.active().spec.release)
 
+    def embedding_manifests(self) -> "list[Manifest]":
+        """Return the manifests of the releases that embed new items.
+
+        Returns:
+            That of the active release, and, if there is one, that of the release that a rollback
+            returns to.
+
+        Raises:
+            NotFoundError: a release is not installed, or the gallery was closed.
+            VerificationError: a manifest is missing, was changed or cannot be read, or the gallery
+                is damaged or does not have exactly one active space.
+            UnfitError: this program cannot use a release.
+            BusyError: another process holds the gallery file for 5 seconds.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+        """
+        spaces = [self.store.active(), self.previous_space()]
+        return [self.manifest(space.spec.release) for space in spaces if space is not None]
+
     def previous_space(self) -> SpaceInfo | None:
         """Return the space that a rollback returns to.
 

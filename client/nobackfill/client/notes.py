@@ -134,11 +134,8 @@ class _Encoders:
 
     def current(self) -> list[tuple[Manifest, TextModel]]:
         """Open the encoders. Raises NoEncoderError if the active release embeds no texts."""
-        active, previous = self._device.store.active(), self._device.previous_space()
-        manifests = [self._device.manifest(active.spec.release)]
-        if previous is not None:
-            earlier = self._device.manifest(previous.spec.release)
-            manifests += [earlier] if earlier.text_encoder is not None else []
+        active, *previous = self._device.embedding_manifests()
+        manifests = [active, *(one for one in previous if one.text_encoder is not None)]
         for manifest in manifests:
             if manifest.space not in self._open:
                 encoder = open_text_encoder(self._device.models, manifest, count_cores())

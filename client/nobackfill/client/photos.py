@@ -12,7 +12,7 @@ import numpy as np
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
 from nobackfill.errors import InvalidInputError, UnusableOutputError
-from nobackfill.gallery.spec import Metadata, SpaceSpec
+from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode_image, read_file
@@ -505,17 +505,13 @@ class _Adder:
         return [], []
 
     def _encoders(self) -> list[ReleaseEncoder]:
-        spaces = [self._device.store.active(), self._device.previous_space()]
-        specs: list[SpaceSpec] = []
-        for spec in (space.spec for space in spaces if space is not None):
-            manifest = self._device.manifest(spec.release)
-            if specs and manifest.embedder.file is None:
-                # The previous release cannot embed images: a rollback will not find new ones.
-                continue
-            specs.append(spec)
-            if spec.space not in self._open:
-                self._open[spec.space] = ReleaseEncoder(self._device.models, manifest)
-        return [self._open[spec.space] for spec in specs]
+        active, *previous = self._device.embedding_manifests()
+        # If the previous release cannot embed images, a rollback will not find new ones.
+        manifests = [active, *(one for one in previous if one.embedder.file is not None)]
+        for manifest in manifests:
+            if manifest.space not in self._open:
+                self._open[manifest.space] = ReleaseEncoder(self._device.models, manifest)
+        return [self._open[manifest.space] for manifest in manifests]
 
     def _photos(
         self,
