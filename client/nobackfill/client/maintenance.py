@@ -205,24 +205,13 @@ def collect_garbage(device: GalleryFile) -> dict[str, Any]:
             durable.remove_temporary_files(device.models)
             remove_unused_models(device)
         with contextlib.suppress(BusyError), device.vault_lock():
-            _sweep_boxes(device)
+            for box in ("inbox", "outbox"):
+                VaultQueue(device.store).sweep(sidecar_path(device.path, box))
         Thumbnails(device.path).delete_orphans(device.store)
-        _compact(device)
+        # Skipped while another process holds the file.
+        with contextlib.suppress(BusyError):
+            device.store.compact(_PAGES)
         return {"dropped": dropped, "freed_bytes": bytes_before - disk_bytes(device)}
-
-
-def _sweep_boxes(device: GalleryFile) -> None:
-    sealed_blobs = {entry.blob_id for entry in VaultQueue(device.store).entries("sealed")}
-    for folder in (sidecar_path(device.path, "inbox"), sidecar_path(device.path, "outbox")):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.name not in sealed_blobs:
-                durable.remove_tree(path)
-
-
-def _compact(device: GalleryFile) -> None:
-    """Give free pages back to the file system; skipped while another process holds the file."""
-    with contextlib.suppress(BusyError):
-        device.store.compact(_PAGES)
 
 
 def verify(device: GalleryFile) -> dict[str, Any]:

@@ -11,13 +11,13 @@ Backfill is optional: it re-embeds the items with the least certain upgrades fro
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
@@ -64,6 +64,7 @@ from nobackfill.release.trust.trust import READ_TIMEOUT_SECONDS, Fetcher, Trust,
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
+    from nobackfill.client.vault.transfer import VaultReader
     from nobackfill.wire.gateway import Gateway
 
 # How much faster quantised upgrades run than fp32 ones, and how many rows of 512 + 512 bytes are
@@ -630,9 +631,13 @@ def re_embed_items(
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
+    # Imported here: most syncs need neither gRPC nor age.
+    from nobackfill.client.vault.transfer import VaultReader
+
     encoder = ReleaseEncoder(device.models, manifest)
     count = 0
-    with output.progress("re-embedding") as advance, _OriginalImages(device, output) as images:
+    with output.progress("re-embedding") as advance, closing(VaultReader(device)) as vault:
+        images = _OriginalImages(vault, output)
         for start in range(0, len(items), _BATCH):
             batch = {
                 item.label: pixels
@@ -667,19 +672,9 @@ def _write(device: GalleryFile, encoder: ReleaseEncoder, batch: dict[int, Pixels
 class _OriginalImages:
     """Images of items, from their files or from the vault, as long as the vault answers."""
 
-    def __init__(self, device: GalleryFile, output: Output) -> None:
-        # Imported here: most syncs need neither gRPC nor age.
-        from nobackfill.client.vault.transfer import VaultReader
-
+    def __init__(self, vault: "VaultReader", output: Output) -> None:
+        self._vault: VaultReader | None = vault
         self._output = output
-        self._vault: VaultReader | None = VaultReader(device)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._vault is not None:
-            self._vault.close()
 
     def pixels_of(self, item: StoredItem, encoder: ReleaseEncoder) -> Pixels | None:
         """Return the image at the encoder's size; None if it is missing or cannot be decoded."""

@@ -10,9 +10,11 @@ the vault is known. Digests of images stay here; the vault sees only random ids.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from sqlite3 import Connection
 from typing import Literal, get_args
 
+from nobackfill import durable
 from nobackfill.errors import DamagedError
 from nobackfill.gallery.store import Store
 
@@ -230,19 +232,32 @@ class VaultQueue:
         with self._store.transaction() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
 
+    def sweep(self, folder: Path) -> None:
+        """Delete the files of a folder that are no sealed blob, such as ciphertext of a killed
+        push.
+
+        Raises:
+            DamagedError: the gallery file is damaged.
+            CannotWriteError: a file cannot be deleted, or the disk fails.
+            BusyError: another process holds the gallery file for 5 seconds.
+            NotFoundError: the gallery was closed.
+        """
+        sealed_blobs = {entry.blob_id for entry in self.entries("sealed")}
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.name not in sealed_blobs:
+                durable.remove_tree(path)
+
 
 def _is_sound(entry: VaultEntry) -> bool:
     """Check the values of a row: its blob names a file, and its size goes into a message."""
-    texts = (entry.blob_id, entry.item_id, entry.image_sha256, entry.blob_sha256, entry.suffix)
+    digests = (entry.blob_id, entry.image_sha256, entry.blob_sha256)
     return (
-        all(isinstance(text, str) for text in texts)
+        all(isinstance(digest, str) and _HEX.fullmatch(digest) for digest in digests)
+        and all(isinstance(text, str) for text in (entry.item_id, entry.suffix))
         and isinstance(entry.public_key, str | None)
         and entry.state in get_args(State)
         and isinstance(entry.blob_bytes, int)
         and entry.blob_bytes > 0
-        and _HEX.fullmatch(entry.blob_id) is not None
-        and _HEX.fullmatch(entry.blob_sha256) is not None
-        and _HEX.fullmatch(entry.image_sha256) is not None
     )
 
 

@@ -8,10 +8,10 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pyrage.x25519 import Identity, Recipient
 
@@ -137,7 +137,7 @@ def push(
             outbox = sidecar_path(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
             durable.remove_temporary_files(outbox)
-            _sweep(queue, outbox)
+            queue.sweep(outbox)
             _remove(gateway, queue, outbox, report)
             total = device.store.count()
             with output.progress("pushing") as advance:
@@ -154,14 +154,6 @@ def _items(device: GalleryFile) -> Iterator[StoredItem]:
     while page := device.store.list_items(label, _PAGE):
         yield from page
         label = page[-1].label
-
-
-def _sweep(queue: VaultQueue, outbox: Path) -> None:
-    """Delete ciphertext in the outbox that a killed push wrote without a row."""
-    sealed_blobs = {entry.blob_id for entry in queue.entries("sealed")}
-    for path in sorted(outbox.iterdir()):
-        if path.name not in sealed_blobs:
-            durable.remove_tree(path)
 
 
 def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: PushReport) -> None:
@@ -265,7 +257,7 @@ class PullReport:
 
 
 class VaultReader:
-    """Reads images of a gallery's vault; connects on first use. Close it, or use it in a `with`.
+    """Reads images of a gallery's vault; connects on first use. Close it.
 
     Attributes:
         queue: the gallery's table of images in the vault.
@@ -285,12 +277,6 @@ class VaultReader:
         self._open = ExitStack()
         self._gateway: Gateway | None = None
         self.queue = VaultQueue(device.store)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connection, if there is one.
@@ -466,7 +452,7 @@ def pull(
     """
     report = PullReport()
     durable.make_dir(folder)
-    with device.vault_lock(), VaultReader(device, identity) as vaulted:
+    with device.vault_lock(), closing(VaultReader(device, identity)) as vaulted:
         entries = _entries(vaulted.queue, items)
         others = vaulted.unknown_blobs() if include_unknown else []
         if others:
