@@ -12,7 +12,7 @@ from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
 from nobackfill.research import compare as command
 from nobackfill.research.catalogue import list_rows
-from nobackfill.research.compare import compare, compare_by_protocols
+from nobackfill.research.compare import compare, summarise_by_protocols, train_and_measure
 from nobackfill.research.presets import (
     GLDV2,
     IJBC,
@@ -52,7 +52,7 @@ CPU: dict[str, dict[str, object]] = {
         "warmup_epochs": 1, "batch_size": 32, "views": 2, "mixed_views": 0,
     },
 }  # fmt: skip
-SMALL = Split("main", 3, 6, 0, 6, first_chain_class_count=2, second_chain_class_count=3)
+SMALL = Split("main", 3, 6, 0, 6, chain_class_counts=(2, 3))
 
 
 def life_of(digits: Path) -> Life:
@@ -204,7 +204,8 @@ def test_a_set_with_a_protocol_has_its_figures_and_the_papers_criteria(
     small = replace(preset, dmu_hidden_dim=16)
     if name != "ijbc":
         small = replace(small, splits=(SMALL,))
-    measured = compare_by_protocols(small, tmp_path / "set", tmp_path / "out", [0, 1], rows, 1, CPU)
+    planned = train_and_measure(small, tmp_path / "set", tmp_path / "out", [0, 1], rows, 1, CPU)
+    measured = summarise_by_protocols(planned)
     assert set(measured) == set(rows)
     bound = measured[rows[0]].cells["new/new"]
     for row in measured.values():
@@ -234,9 +235,10 @@ OLD_IMAGES = {"gldv2": 72, "ijbc": 120, "ms1mv3": 72, "market1501": 120}
 def test_market1501_is_a_loop_over_the_runs_vectors(digits: Path, tmp_path: Path) -> None:
     market1501(digits, tmp_path / "set")
     small = replace(MARKET1501, splits=(SMALL,))
-    measured = compare_by_protocols(
+    planned = train_and_measure(
         small, tmp_path / "set", tmp_path / "out", [0], ["independent"], 1, CPU
-    )["independent"]
+    )
+    measured = summarise_by_protocols(planned)["independent"]
     runs = tmp_path / "out" / "market1501" / "seed-0" / "main"
 
     def vectors(run: str, part: str) -> tuple[list[str], np.ndarray]:

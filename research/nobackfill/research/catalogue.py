@@ -758,7 +758,7 @@ def list_rows(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     known = {row.name for rows in groups.values() for row in rows}
     unknown = [name for name in names if name not in GROUPS and name not in known]
     # Chains and allocations exist only on the main split.
-    if unknown and place.split.first_chain_class_count is not None:
+    if unknown and place.split.chain_class_counts is not None:
         raise ConfigurationError(
             f"--methods, --once: unknown method {unknown[0]!r}; expected a group ("
             f"{', '.join(GROUPS)}) or a method ({', '.join(sorted(known))})"

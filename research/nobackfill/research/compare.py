@@ -260,15 +260,16 @@ def main(
     names = methods.split(",") if methods else None
     once = first_seed_methods.split(",") if first_seed_methods else ()
     command = _command(preset, seeds, methods, first_seed_methods)
+    used_seeds = comparison_seeds(preset, seeds)
     if preset.published_set is not None and preset.published_set.protocol_folders:
-        rows = compare_by_protocols(
-            preset, images, out, comparison_seeds(preset, seeds), names, jobs,
-            first_seed_names=once, cluster=ray,
-        )  # fmt: skip
+        planned = train_and_measure(
+            preset, images, out, used_seeds, names, jobs, first_seed_names=once, cluster=ray
+        )
+        rows = summarise_by_protocols(planned)
         print(write_protocols(out, preset.title, rows, command, describe_machine()))
         return
     results = compare(
-        preset, images, out, comparison_seeds(preset, seeds), names, jobs,
+        preset, images, out, used_seeds, names, jobs,
         first_seed_names=once, command=command, cluster=ray,
     )  # fmt: skip
     _write(out, preset, results)
@@ -369,8 +370,8 @@ def compare(
             its class with another one.
         IndexError: there is no seed.
     """
-    planned = _measured(
-        preset, images, out, seeds, names, job_count, changes or {}, first_seed_names, cluster
+    planned = train_and_measure(
+        preset, images, out, seeds, names, job_count, changes, first_seed_names, cluster
     )
     # Costs of the first place; they are equal for all seeds and splits.
     cost_of, rows = measure_costs(planned[0][1]), _collect(planned)
@@ -380,32 +381,14 @@ def compare(
     return summarise(preset.title, preset.metric, seeds, provenance, rows, CLAIMS, cost_of)
 
 
-def compare_by_protocols(
-    preset: Preset,
-    images: Path | None,
-    out: Path,
-    seeds: Sequence[int],
-    names: Sequence[str] | None,
-    job_count: int,
-    changes: Mapping[str, Values] | None = None,
-    first_seed_names: Sequence[str] = (),
-    cluster: str | None = None,
-) -> dict[str, ProtocolRow]:
-    """Train rows, and measure them by the published test protocols of their data set.
+def summarise_by_protocols(planned: Planned) -> dict[str, ProtocolRow]:
+    """Summarise rows that the published test protocols of their data set measured.
 
-    Everything is as in `compare`, but for the measurement: there are no claims, costs and splits.
+    There are no claims, costs and splits.
 
     Args:
-        preset: a comparison whose `published` has protocols.
-        images, out, seeds, names, job_count, changes, first_seed_names, cluster: as in `compare`.
-
-    Raises:
-        NobackfillError: as in `compare`; NotFoundError also if FOLDER has another layout.
-        ValueError: a figure has no query with an answer.
+        planned: measured rows of a comparison whose published set has protocols.
     """
-    planned = _measured(
-        preset, images, out, seeds, names, job_count, changes or {}, first_seed_names, cluster
-    )
     rows: dict[str, MeasuredRow] = {}
     for place, described in planned:
         for row in described:
@@ -415,18 +398,27 @@ def compare_by_protocols(
     return summarise_protocols(rows)
 
 
-def _measured(
+def train_and_measure(
     preset: Preset,
     images: Path | None,
     out: Path,
     seeds: Sequence[int],
     names: Sequence[str] | None,
-    jobs: int,
-    changes: Mapping[str, Values],
-    first_seed_names: Sequence[str],
-    cluster: str | None,
+    job_count: int,
+    changes: Mapping[str, Values] | None = None,
+    first_seed_names: Sequence[str] = (),
+    cluster: str | None = None,
 ) -> Planned:
-    """Train and measure all rows, and return them by place."""
+    """Train and measure all rows, and return them by place.
+
+    Args:
+        preset, images, out, seeds, names, job_count, changes, first_seed_names, cluster: as in
+            `compare`.
+
+    Raises:
+        NobackfillError, ValueError: as in `compare`; NotFoundError also if FOLDER has another
+            layout.
+    """
     if cluster is not None:
         # Nodes run in another working directory.
         out, images = out.resolve(), images and images.resolve()
@@ -436,12 +428,12 @@ def _measured(
         planned = []
         for seed in seeds:
             for split in preset.splits:
-                place = _place(preset, split, seed, root, source, changes)
+                place = _place(preset, split, seed, root, source, changes or {})
                 own = preset.row_groups if split.name == MAIN else preset.unseen_row_groups
                 more = first_seed_names if seed == seeds[0] else ()
                 planned.append((place, list_rows(place, (*(names or own), *more))))
         started = time.monotonic()
-        run_tasks(planned, jobs, cluster)
+        run_tasks(planned, job_count, cluster)
         seconds = time.monotonic() - started
         print(f"compare.py: trained and measured in {seconds:.0f} s", file=sys.stderr)
     return planned

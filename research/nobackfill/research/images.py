@@ -453,7 +453,7 @@ def development_preset(preset: Preset) -> Preset:
     new = known - unseen
     half = known // 2
     splits = (
-        Split("main", half, known, 0, known, max(2, known // 4), half),
+        Split("main", half, known, 0, known, (max(2, known // 4), half)),
         Split("unseen", (new + 1) // 2, new, new, known),
     )
     published = preset.published_set and replace(preset.published_set, protocol_folders={})

@@ -15,7 +15,7 @@ from pathlib import Path
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES
-from nobackfill.research.catalogue import digest_of_rows
+from nobackfill.research.catalogue import EMBEDDING_SIZES, digest_of_rows
 from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES, RANGED
 from nobackfill.research.presets import PRESETS
 from nobackfill.research.results import MAIN, UNSEEN, ClaimOutcome, Results, RowResult, read_results
@@ -71,6 +71,18 @@ _BT2_CODE = "BT2, the authors' code"
 
 def _fct(table: str, *cells: tuple[str, str, float, float | None]) -> tuple[PaperFigure, ...]:
     return tuple(PaperFigure(*cell, f"FCT {table}") for cell in cells)
+
+
+def _embedding_sizes(*figures: tuple[float, float]) -> tuple[PaperFigure, ...]:
+    """List FCT Table 10: CMC-1 of old/old and of new/new by size of the embedding."""
+    return _fct(
+        "Table 10",
+        *(
+            (f"embedding_{dim}", cell, cmc1, None)
+            for dim, pair in zip(EMBEDDING_SIZES, figures, strict=True)
+            for cell, cmc1 in zip(("old/old", "new/new"), pair, strict=True)
+        ),
+    )
 
 
 # By data set. The last table of apple/ml-fct's README, the one of YifeiZhou02/BT-2, and fct.txt.
@@ -136,19 +148,7 @@ PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
             (RowName.FCT_MIXUP, "new/served", 63.8, 42.4),
             (RowName.FCT_SIMCLR_UNLABELLED, "new/served", 66.5, 46.6),
         ),
-        *_fct(
-            "Table 10",
-            ("embedding_128", "old/old", 46.5, None),
-            ("embedding_128", "new/new", 68.0, None),
-            ("embedding_256", "old/old", 48.0, None),
-            ("embedding_256", "new/new", 67.8, None),
-            ("embedding_512", "old/old", 49.1, None),
-            ("embedding_512", "new/new", 67.4, None),
-            ("embedding_1024", "old/old", 49.0, None),
-            ("embedding_1024", "new/new", 67.1, None),
-            ("embedding_2048", "old/old", 48.5, None),
-            ("embedding_2048", "new/new", 67.9, None),
-        ),
+        *_embedding_sizes((46.5, 68.0), (48.0, 67.8), (49.1, 67.4), (49.0, 67.1), (48.5, 67.9)),
         *_fct(
             "Tables 11 to 13",
             (RowName.FCT_SMALL, "new/served", 62.9, None),
@@ -181,19 +181,7 @@ PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
             ("imagenet:fct_alternate", "new/served", 18.4, 6.3),
             ("imagenet:fct_simclr", "new/served", 20.3, 7.1),
         ),
-        *_fct(
-            "Table 10",
-            ("embedding_128", "old/old", 29.5, None),
-            ("embedding_128", "new/new", 21.9, None),
-            ("embedding_256", "old/old", 29.7, None),
-            ("embedding_256", "new/new", 23.2, None),
-            ("embedding_512", "old/old", 29.6, None),
-            ("embedding_512", "new/new", 37.0, None),
-            ("embedding_1024", "old/old", 29.5, None),
-            ("embedding_1024", "new/new", 36.7, None),
-            ("embedding_2048", "old/old", 29.8, None),
-            ("embedding_2048", "new/new", 37.0, None),
-        ),
+        *_embedding_sizes((29.5, 21.9), (29.7, 23.2), (29.6, 37.0), (29.5, 36.7), (29.8, 37.0)),
         *_fct(
             "Table 14",
             ("disjoint:independent", "old/old", 21.9, 7.1),
@@ -216,19 +204,7 @@ PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
             (RowName.FCT_ALTERNATE, "new/served", 92.5, 62.6),
             (RowName.FCT_ALTERNATE, "served/served", 87.2, 53.4),
         ),
-        *_fct(
-            "Table 10",
-            ("embedding_128", "old/old", 84.0, None),
-            ("embedding_128", "new/new", 96.6, None),
-            ("embedding_256", "old/old", 83.8, None),
-            ("embedding_256", "new/new", 95.7, None),
-            ("embedding_512", "old/old", 83.6, None),
-            ("embedding_512", "new/new", 96.4, None),
-            ("embedding_1024", "old/old", 84.1, None),
-            ("embedding_1024", "new/new", 95.9, None),
-            ("embedding_2048", "old/old", 83.9, None),
-            ("embedding_2048", "new/new", 95.1, None),
-        ),
+        *_embedding_sizes((84.0, 96.6), (83.8, 95.7), (83.6, 96.4), (84.1, 95.9), (83.9, 95.1)),
     ),
 }
 

@@ -28,8 +28,8 @@ class Split:
         old_class_count: the number of classes of the old model, counted from the first one.
         new_class_count: the number of classes of the new model.
         first_tested_class, tested_class_end: the tested classes, from the first to before the end.
-        first_chain_class_count, second_chain_class_count: numbers of classes of two older models,
-            for chains of updates; None: the split has no chains and no special settings.
+        chain_class_counts: numbers of classes of the first and the second of two older models, for
+            chains of updates; None: the split has no chains and no special settings.
     """
 
     name: str
@@ -37,8 +37,7 @@ class Split:
     new_class_count: int
     first_tested_class: int
     tested_class_end: int
-    first_chain_class_count: int | None = None
-    second_chain_class_count: int | None = None
+    chain_class_counts: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -162,50 +161,40 @@ class Preset:
         return values if self.torch_threads is None else values | {"threads": self.torch_threads}
 
 
+_DIGITS_ROWS = (
+    "bct_family",
+    "dmu_family",
+    "adapted",
+    "stationary",
+    "variants",
+    "new_data",
+    "arcface",
+    "architectures",
+    "maps",
+    "transforms",
+    "chains",
+    "noise",
+    "allocations",
+    "long_chain",
+    "foreign",
+    "disjoint",
+    "sizes",
+    "parts",
+    "limits",
+)
 DIGITS = Preset(
     name="digits",
     configs_folder="digits-8px",
     splits=(
-        Split("main", 5, 10, 0, 10, first_chain_class_count=3, second_chain_class_count=6),
+        Split("main", 5, 10, 0, 10, chain_class_counts=(3, 6)),
         Split("unseen", 3, 7, 7, 10),
     ),
     autoencoder_changes={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
     torch_threads=1,
     dmu_hidden_dim=256,
-    row_groups=(
-        "bct_family",
-        "dmu_family",
-        "adapted",
-        "stationary",
-        "variants",
-        "new_data",
-        "arcface",
-        "architectures",
-        "maps",
-        "transforms",
-        "chains",
-        "noise",
-        "allocations",
-        "long_chain",
-        "foreign",
-        "disjoint",
-        "sizes",
-        "parts",
-        "limits",
-    ),
-    unseen_row_groups=(
-        "bct_family",
-        "dmu_family",
-        "adapted",
-        "stationary",
-        "variants",
-        "architectures",
-        "maps",
-        "transforms",
-        "sizes",
-        "parts",
-        "limits",
-    ),
+    row_groups=_DIGITS_ROWS,
+    # Groups for a split with chains have no rows on this one.
+    unseen_row_groups=tuple(name for name in _DIGITS_ROWS if name != "arcface"),
     test_share=0.4,
     metric="cosine",
 )
@@ -214,7 +203,7 @@ CIFAR100_CPU = Preset(
     name="cifar100-cpu",
     configs_folder="cifar100-cpu",
     splits=(
-        Split("main", 50, 100, 0, 100, first_chain_class_count=25, second_chain_class_count=50),
+        Split("main", 50, 100, 0, 100, chain_class_counts=(25, 50)),
         Split("unseen", 40, 80, 80, 100),
     ),
     # FCT D.4.2.
@@ -262,11 +251,7 @@ IMAGENET = replace(
     CIFAR100,
     name="imagenet",
     configs_folder="imagenet",
-    splits=(
-        Split(
-            "main", 500, 1000, 0, 1000, first_chain_class_count=250, second_chain_class_count=500
-        ),
-    ),
+    splits=(Split("main", 500, 1000, 0, 1000, chain_class_counts=(250, 500)),),
     row_groups=("public_protocol",),
     published_set=published.IMAGENET,
 )
@@ -274,9 +259,7 @@ PLACES365 = replace(
     IMAGENET,
     name="places365",
     configs_folder="places365",
-    splits=(
-        Split("main", 182, 365, 0, 365, first_chain_class_count=91, second_chain_class_count=182),
-    ),
+    splits=(Split("main", 182, 365, 0, 365, chain_class_counts=(91, 182)),),
     published_set=published.PLACES365,
     other_domain=IMAGENET,
 )
@@ -285,9 +268,7 @@ VGGFACE2 = replace(
     name="vggface2",
     configs_folder="vggface2",
     # Other people are tested than those of the training.
-    splits=(
-        Split("main", 863, 8631, 0, 500, first_chain_class_count=431, second_chain_class_count=863),
-    ),
+    splits=(Split("main", 863, 8631, 0, 500, chain_class_counts=(431, 863)),),
     row_groups=("independent", "bct", "fct_none", "fct_alternate", "fct_raw", "residual_none"),
     metric="cosine",
     published_set=published.VGGFACE2,
@@ -297,17 +278,7 @@ GLDV2 = replace(
     IMAGENET,
     name="gldv2",
     configs_folder="gldv2",
-    splits=(
-        Split(
-            "main",
-            24394,
-            81313,
-            0,
-            0,
-            first_chain_class_count=20328,
-            second_chain_class_count=40656,
-        ),
-    ),
+    splits=(Split("main", 24394, 81313, 0, 0, chain_class_counts=(20328, 40656)),),
     row_groups=("scenarios",),
     metric="cosine",
     published_set=published.GLDV2,
@@ -318,17 +289,7 @@ IJBC = replace(
     GLDV2,
     name="ijbc",
     configs_folder="imdbface",
-    splits=(
-        Split(
-            "main",
-            29500,
-            59000,
-            0,
-            0,
-            first_chain_class_count=14750,
-            second_chain_class_count=29500,
-        ),
-    ),
+    splits=(Split("main", 29500, 59000, 0, 0, chain_class_counts=(14750, 29500)),),
     row_groups=(
         *("independent", "l2", "lwf_new_data", "bct", "bct_kd", "bct_sys"),
         *("variants", "bct_chain", "bct_first_hop", "bct_second_hop", "independent_first_hop"),
@@ -339,17 +300,7 @@ MS1MV3 = replace(
     GLDV2,
     name="ms1mv3",
     configs_folder="ms1mv3",
-    splits=(
-        Split(
-            "main",
-            28029,
-            93431,
-            0,
-            0,
-            first_chain_class_count=14014,
-            second_chain_class_count=28029,
-        ),
-    ),
+    splits=(Split("main", 28029, 93431, 0, 0, chain_class_counts=(14014, 28029)),),
     row_groups=("allocations",),
     published_set=published.MS1MV3,
 )
@@ -357,9 +308,7 @@ MARKET1501 = replace(
     GLDV2,
     name="market1501",
     configs_folder="market1501",
-    splits=(
-        Split("main", 375, 751, 0, 0, first_chain_class_count=187, second_chain_class_count=375),
-    ),
+    splits=(Split("main", 375, 751, 0, 0, chain_class_counts=(187, 375)),),
     row_groups=("independent", "bct"),
     published_set=published.MARKET1501,
 )
@@ -382,20 +331,19 @@ def scale_preset(preset: Preset, class_count: int) -> Preset:
         class_count: at least 4, so that every model has one.
     """
 
-    def share(count: int | None, of: Split) -> int | None:
-        return None if count is None else count * class_count // of.new_class_count
+    def scaled(split: Split) -> Split:
+        def share(count: int) -> int:
+            return count * class_count // split.new_class_count
 
-    splits = tuple(
-        replace(
+        chain = split.chain_class_counts
+        return replace(
             split,
-            old_class_count=split.old_class_count * class_count // split.new_class_count,
+            old_class_count=share(split.old_class_count),
             new_class_count=class_count,
-            first_chain_class_count=share(split.first_chain_class_count, split),
-            second_chain_class_count=share(split.second_chain_class_count, split),
+            chain_class_counts=chain and (share(chain[0]), share(chain[1])),
         )
-        for split in preset.splits
-    )
-    return replace(preset, splits=splits)
+
+    return replace(preset, splits=tuple(map(scaled, preset.splits)))
 
 
 def folder_preset(class_count: int) -> Preset:
@@ -416,17 +364,9 @@ def folder_preset(class_count: int) -> Preset:
             f"{class_count}"
         )
     unseen = max(3, class_count // 5)
-    new = class_count - unseen
+    new, half = class_count - unseen, class_count // 2
     splits = (
-        Split(
-            "main",
-            class_count // 2,
-            class_count,
-            0,
-            class_count,
-            max(2, class_count // 4),
-            class_count // 2,
-        ),
+        Split("main", half, class_count, 0, class_count, (max(2, class_count // 4), half)),
         Split("unseen", new // 2, new, new, class_count),
     )
     return replace(

@@ -84,20 +84,21 @@ def chain_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     split = shared.split
-    if split.first_chain_class_count is None or split.second_chain_class_count is None:
+    if split.chain_class_counts is None:
         return []
+    first, second = split.chain_class_counts
     place, v3 = shared.place, shared.new_model
-    v1 = place.embedder("v1", classes=split.first_chain_class_count, role="first")
-    v2 = place.embedder("v2", classes=split.second_chain_class_count, role="second")
-    psi1 = place.side_encoder("v1-side", classes=split.first_chain_class_count, kind="simclr")
-    psi2 = place.side_encoder("v2-side", classes=split.second_chain_class_count, kind="simclr")
+    v1 = place.embedder("v1", classes=first, role="first")
+    v2 = place.embedder("v2", classes=second, role="second")
+    psi1 = place.side_encoder("v1-side", classes=first, kind="simclr")
+    psi2 = place.side_encoder("v2-side", classes=second, kind="simclr")
 
     def hop(
         name: str, old: TrainingRun, new: TrainingRun, classes: int, **sides: Any
     ) -> TrainingRun:
         return place.upgrade(f"upgrade-{name}", old, new, classes=classes, **sides)
 
-    second, third = split.second_chain_class_count, split.new_class_count
+    third = split.new_class_count
     first_hop = hop("1-2", v1, v2, second, side=psi1, new_side=psi2)
     second_hop = hop("2-3", v2, v3, third, side=psi2)
     plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
@@ -111,23 +112,24 @@ def chain_rows(shared: SharedModels) -> list[MethodRow]:
         MethodRow("first_hop_none", v1, v2, plain[:1]),
         MethodRow("second_hop_none", v2, v3, plain[1:]),
         MethodRow("independent_first_hop", v1, v2),
-        *(row for method in ("bct", "dmu") for row in _trained_in_a_row(shared, method, v1)),
+        *(
+            row
+            for method in ("bct", "dmu")
+            for row in _trained_in_a_row(shared, method, v1, second)
+        ),
     ]
 
 
-def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> list[MethodRow]:
+def _trained_in_a_row(
+    shared: SharedModels, method: str, v1: TrainingRun, second_count: int
+) -> list[MethodRow]:
     """Describe phi_3, compatible with phi_2, which is compatible with phi_1: both updates, then
     each alone (BCT Table 4). DMU's gallery is migrated by psi_2 and then psi_3 (its Figure 3)."""
-    place, split = shared.place, shared.split
+    place = shared.place
     options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
-
-    def step(name: str, classes: int | None, role: str, old: TrainingRun) -> TrainingRun:
-        return place.embedder(
-            name, classes=classes, role=role, old=old, method=method, options=options
-        )
-
-    second = step(f"{method}-v2", split.second_chain_class_count, "second", v1)
-    third = step(f"{method}-v3", split.new_class_count, "new", second)
+    recipe: dict[str, Any] = {"method": method, "options": options}
+    second = place.embedder(f"{method}-v2", classes=second_count, role="second", old=v1, **recipe)
+    third = place.embedder(f"{method}-v3", role="new", old=second, **recipe)
     updates = {
         "chain": (v1, third, (second, third)),
         "first_hop": (v1, second, (second,)),
@@ -148,7 +150,7 @@ def long_chain_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     split, place = shared.split, shared.place
-    if split.first_chain_class_count is None:
+    if split.chain_class_counts is None:
         return []
     classes = [
         split.old_class_count + (split.new_class_count - split.old_class_count) * hop // HOPS
@@ -190,7 +192,7 @@ def foreign_domain_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_chain_class_count is None:
+    if shared.split.chain_class_counts is None:
         return []
     other = _other_domain(shared)
     if other is not None:
@@ -247,7 +249,7 @@ def disjoint_class_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
-    if split.first_chain_class_count is None:
+    if split.chain_class_counts is None:
         return []
     other = _other_domain(shared)
     if other is not None:
@@ -281,7 +283,7 @@ def new_data_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
-    if split.first_chain_class_count is None:
+    if split.chain_class_counts is None:
         return []
     images = place.images_folder / DISJOINT / "train"
     new = place.embedder(
@@ -298,7 +300,7 @@ def label_noise_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_chain_class_count is None:
+    if shared.split.chain_class_counts is None:
         return []
     place = shared.place
     images = place.images_folder / "noisy"
@@ -337,7 +339,7 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have epochs,
     or KeyError is raised.
     """
-    if shared.split.first_chain_class_count is None:
+    if shared.split.chain_class_counts is None:
         return []
     place = shared.place
 
@@ -406,7 +408,7 @@ def scenario_rows(shared: SharedModels) -> list[MethodRow]:
 
     Nothing is trained; each row only describes its runs.
     """
-    if shared.split.first_chain_class_count is None:
+    if shared.split.chain_class_counts is None:
         return []
     place = shared.place
     backbone = place.preset.embedder["backbone"]
