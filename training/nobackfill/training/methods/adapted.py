@@ -23,12 +23,11 @@ from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.loop.run import Checkpoint, load_part
 from nobackfill.training.losses.pairwise import cosine_regression_loss
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
-from nobackfill.training.methods.bct import extended_classifier
+from nobackfill.training.methods.bct import extend_old_classifier
 from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     WeightOptions,
     encode_images,
-    read_options,
 )
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import to_pixels
@@ -125,12 +124,11 @@ class AdaptedObjective(CompatibleObjective):
 
     The constructor raises ConfigurationError without an old model, without `init`, with
     `last_nonlin`, or for a backbone without a linear layer. It encodes images of classes that the
-    old classifier lacks, as `extended_classifier`.
+    old classifier lacks, as `extend_old_classifier`.
     """
 
     # The map stays orthogonal.
     orthogonal: bool
-    options: AdaptedOptions
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -142,8 +140,7 @@ class AdaptedObjective(CompatibleObjective):
                 f"{'no init' if config.init is None else f'init: {config.init}'} and last_nonlin: "
                 f"{str(config.last_nonlin).lower()}"
             )
-        self.old_classifier, extended = extended_classifier(self, inputs)
-        self.known_labels.copy_(extended)
+        extend_old_classifier(self, inputs)
         self.images, self.device = inputs.images, inputs.device
         layers = linear_layers(self.embedder.backbone)
         if not layers:
@@ -286,10 +283,7 @@ class Bt2Objective(AdaptedObjective):
     """
 
     orthogonal = True
-
-    def __init__(self, inputs: EmbedderInputs) -> None:
-        super().__init__(inputs)
-        self.options: Bt2Options = read_options(inputs.config.options, Bt2Options, "bt2")
+    options_model = Bt2Options
 
     def check_dimension(self, own_dim: int) -> None:
         """Raise ConfigurationError unless embedding_dim exceeds `own_dim`, the dimension of the run
@@ -343,11 +337,7 @@ class LambdaObjective(AdaptedObjective):
     """
 
     orthogonal = False
-
-    def __init__(self, inputs: EmbedderInputs) -> None:
-        super().__init__(inputs)
-        method = inputs.config.method
-        self.options: LambdaOptions = read_options(inputs.config.options, LambdaOptions, method)
+    options_model = LambdaOptions
 
     def check_dimension(self, own_dim: int) -> None:
         """Raise ConfigurationError unless embedding_dim equals `own_dim`, the dimension of the run

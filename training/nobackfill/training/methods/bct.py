@@ -12,26 +12,16 @@ from nobackfill.training.losses.distillation import distillation_loss
 from nobackfill.training.losses.margins import loss_share_of_batch
 from nobackfill.training.losses.prototypes import class_average, stack_by_class
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
-from nobackfill.training.methods.compatible import (
-    CompatibleObjective,
-    WeightOptions,
-    encode_images,
-    read_options,
-)
+from nobackfill.training.methods.compatible import CompatibleObjective, encode_images
 from nobackfill.training.networks.heads import FixedClassifier
 
 
 class BctObjective(CompatibleObjective):
     """BCT Eq. 8 with T_BCT = T_old."""
 
-    def __init__(self, inputs: EmbedderInputs) -> None:
-        super().__init__(inputs)
-        options = read_options(inputs.config.options, WeightOptions, inputs.config.method)
-        self.weight = options.weight
-
     def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `influence`, the second term of Eq. 8 times the option `weight`."""
-        return {"influence": self.weight * self.influence_loss(embedding, labels)}
+        return {"influence": self.options.weight * self.influence_loss(embedding, labels)}
 
     def influence_loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old.
@@ -68,12 +58,9 @@ class BctDistillationObjective(BctObjective):
         Raises:
             ConfigurationError: dim is below the old model's dimension.
         """
-        unknown = self.known_labels[labels] < 0
-        new_logits = self.old_classifier.logits(embedding[unknown])
-        old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
-        term = loss_share_of_batch(distillation_loss(new_logits, old_logits), len(labels))
+        loss = new_class_distillation(self, embedding, pixels, labels)
         return super().compatibility_terms(embedding, pixels, labels) | {
-            "distillation": self.weight * term
+            "distillation": self.options.weight * loss
         }
 
 
@@ -82,14 +69,29 @@ class BctSynthesizedObjective(BctObjective):
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
-        self.old_classifier, extended = extended_classifier(self, inputs)
-        self.known_labels.copy_(extended)
+        extend_old_classifier(self, inputs)
 
 
-def extended_classifier(
-    objective: CompatibleObjective, inputs: EmbedderInputs
-) -> tuple[FixedClassifier, Tensor]:
-    """Extend the old classifier by a row for each new class that it lacks.
+def new_class_distillation(
+    objective: CompatibleObjective, embedding: Tensor, pixels: Tensor, labels: Tensor
+) -> Tensor:
+    """Return the distillation loss on images of classes that the old classifier lacks.
+
+    Args:
+        objective: the objective with the old model and classifier.
+        embedding, pixels, labels: as of `CompatibleObjective.compatibility_terms`.
+
+    Returns:
+        The sum of their losses divided by the size of the batch, a scalar; 0 without such images.
+    """
+    unknown = objective.known_labels[labels] < 0
+    new_logits = objective.old_classifier.logits(embedding[unknown])
+    old_logits = objective.old_classifier.logits(objective.old_embedding(pixels[unknown]))
+    return loss_share_of_batch(distillation_loss(new_logits, old_logits), len(labels))
+
+
+def extend_old_classifier(objective: CompatibleObjective, inputs: EmbedderInputs) -> None:
+    """Give an objective's old classifier a row for each new class that it lacks.
 
     A synthesized row is the average old feature of the class. A softmax head's rows also have a
     length and a bias; a synthesized row gets the mean of both over the old rows. (The paper
@@ -98,12 +100,8 @@ def extended_classifier(
     All images of such classes are encoded by the old model.
 
     Args:
-        objective: the objective with the old model and classifier; it is not changed.
+        objective: the objective, whose `old_classifier` and `known_labels` are replaced.
         inputs: the images with their labels; each class that is missing needs an image.
-
-    Returns:
-        The classifier, the old one itself if it lacks no class; and each new class's row in it,
-        int64 [new classes].
 
     Raises:
         InvalidInputError: a file among the images is missing or no image.
@@ -112,9 +110,8 @@ def extended_classifier(
     """
     known, old = objective.known_labels, objective.old_classifier
     missing = (known < 0).nonzero()[:, 0]
-    rows = known.clone()
     if not len(missing):
-        return old, rows
+        return
     labels = inputs.labels
     needed = torch.isin(labels, missing)
     features = encode_images(objective.old.encoder, inputs.images[needed], inputs.device)
@@ -124,15 +121,14 @@ def extended_classifier(
     if old.head_kind == "softmax":
         means = means / means.norm(dim=1, keepdim=True) * old.weights.norm(dim=1).mean()
         bias = torch.cat((old.bias, old.bias.mean().expand(len(missing))))
-    rows[missing] = len(old.weights) + torch.arange(len(missing))
-    extended = FixedClassifier(
+    known[missing] = len(old.weights) + torch.arange(len(missing))
+    objective.old_classifier = FixedClassifier(
         torch.cat((old.weights, means)),
         head_kind=old.head_kind,
         margin=old.margin,
         scale=old.scale,
         bias=bias,
     )
-    return extended, rows
 
 
 BCT = EmbedderMethod(BctObjective, searches_directly=True)

@@ -5,7 +5,7 @@ The old model is frozen: in eval mode, without gradients, not in the checkpoint.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +74,20 @@ def read_options(options: Mapping[str, object], model: type[AnyOptions], method:
 class CompatibleObjective(EmbedderObjective):
     """Classification on the new classes, plus the terms of `compatibility_terms`.
 
-    The constructor raises ConfigurationError without an old model, or if the new embedding is
-    shorter than the old one. Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b].
+    The constructor raises ConfigurationError for a wrong option, without an old model, or if the
+    new embedding is shorter than the old one. Batches contain `images` uint8 [b,H,W,3] and `labels`
+    int64 [b].
     """
 
+    # The options of the method; `options` has its type.
+    options_model: type[Options] = WeightOptions
+    options: Any
     known_labels: Tensor
 
     def __init__(self, inputs: EmbedderInputs) -> None:
-        super().__init__(inputs.config, len(inputs.class_names))
+        config = inputs.config
+        super().__init__(config, len(inputs.class_names))
+        self.options = read_options(config.options, self.options_model, config.method)
         self.old = old_model(inputs)
         self.old_encoder = FrozenModule(_Resized(self.old.encoder))
         self.old_classifier: FixedClassifier = classifier_of_head(self.old.head)

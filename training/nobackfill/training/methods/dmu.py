@@ -22,7 +22,7 @@ from nobackfill.training.losses.discriminativeness import (
 from nobackfill.training.losses.margins import weight_spread
 from nobackfill.training.losses.pairwise import cosine_regression_loss
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeShape
-from nobackfill.training.methods.bct import extended_classifier
+from nobackfill.training.methods.bct import extend_old_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
 from nobackfill.training.networks.embedder import to_pixels
 from nobackfill.training.networks.transform import UpgradeNetwork
@@ -87,15 +87,15 @@ class DmuObjective(CompatibleObjective):
     """DMU Eq. 8: L_new + L_SBC + L_FA, on two augmentations of each image.
 
     The constructor raises ConfigurationError for a wrong option or without an old model. It encodes
-    images of classes that the old classifier lacks, as `extended_classifier`.
+    images of classes that the old classifier lacks, as `extend_old_classifier`.
     """
+
+    options_model = DmuOptions
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
         config = inputs.config
-        self.options = read_options(config.options, DmuOptions, config.method)
-        self.old_classifier, extended = extended_classifier(self, inputs)
-        self.known_labels.copy_(extended)
+        extend_old_classifier(self, inputs)
         shape = UpgradeShape(
             self.old.encoder.dim, 0, config.embedding_dim, 0, self.embedder.unit_norm
         )

@@ -17,7 +17,6 @@ from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     Options,
     encode_images,
-    read_options,
 )
 from nobackfill.training.networks.embedder import to_pixels
 
@@ -37,11 +36,11 @@ class MixBctObjective(CompatibleObjective):
     option, without an old model, or if embedding_dim is not the old model's.
     """
 
+    options_model = MixBctOptions
     trusted: Tensor
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
-        self.options = read_options(inputs.config.options, MixBctOptions, "mixbct")
         if inputs.config.embedding_dim != self.old.encoder.dim:
             raise ConfigurationError(
                 "method mixbct trains one classifier on old and new embeddings: expected "

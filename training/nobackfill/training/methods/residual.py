@@ -244,6 +244,7 @@ class ResidualObjective(FastFillObjective):
     """
 
     options_model = ResidualOptions
+    options: ResidualOptions
 
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         options = read_options(inputs.options, ResidualOptions, inputs.config.method)
@@ -256,7 +257,6 @@ class ResidualObjective(FastFillObjective):
             assert isinstance(upgrade.h, ResidualMap)
             upgrade.h.add_members(options.members - 1)
         super().__init__(upgrade, inputs)
-        self.listwise_options = options
         self.inputs = inputs
         side = flatten_views(inputs.training_features, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
@@ -308,7 +308,7 @@ class ResidualObjective(FastFillObjective):
             ConfigurationError: outputs have fewer dimensions than the new model's classifier.
         """
         terms = super().distance_terms(upgraded, view)
-        options = self.listwise_options
+        options = self.options
         assert isinstance(self.queue, Tensor)
         drawn = torch.randint(len(self.queue), (options.queue,)).to(
             self.queue.device, non_blocking=True
@@ -326,7 +326,7 @@ class ResidualObjective(FastFillObjective):
 
     def _same_class(self, upgraded: UpgradeOutput, view: Batch) -> Tensor:
         """Return the mean over rows with a label; 0 without any."""
-        options = self.listwise_options
+        options = self.options
         assert isinstance(self.labelled_queue, Tensor) and isinstance(self.queue_labels, Tensor)
         drawn = torch.randint(len(self.queue_labels), (options.queue,))
         drawn = drawn.to(self.queue_labels.device, non_blocking=True)
@@ -344,9 +344,9 @@ class ResidualObjective(FastFillObjective):
 
         `finish` calls it once.
         """
-        if self.listwise_options.distilled:
+        if self.options.distilled:
             self._distil()
-        shrink(self.upgrade, self.listwise_options.share)
+        shrink(self.upgrade, self.options.share)
 
     def _distil(self) -> None:
         """Train one network on the output of all of them, and replace them by it.

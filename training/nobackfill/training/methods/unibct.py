@@ -23,7 +23,6 @@ from nobackfill.training.methods.compatible import (
     CompatibleObjective,
     WeightOptions,
     encode_images,
-    read_options,
 )
 from nobackfill.training.networks.heads import (
     FixedClassifier,
@@ -52,9 +51,10 @@ class UniBctObjective(CompatibleObjective):
     The constructor raises ConfigurationError for a wrong option or without an old model.
     """
 
+    options_model = UniBctOptions
+
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
-        self.options = read_options(inputs.config.options, UniBctOptions, "unibct")
         self.images, self.labels, self.device = inputs.images, inputs.labels, inputs.device
         self.class_count = len(inputs.class_names)
         self.first_refresh_epoch, self.refreshes = refresh_epochs(
