@@ -206,12 +206,9 @@ def add_forward_head(release: ReleaseDraft, run_dir: Path) -> None:
     shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit_norm)
     module = build(config, shape)
     load_part(module, checkpoint, "upgrade")
-    keeps_side_encoder = release.side_encoder is not None and (
-        release.side_encoder.origin_release != release.number
-    )
     release.add_upgrade(
         module.eval(), source, _examples(source, release),
-        method=config.method, carries=keeps_side_encoder,
+        method=config.method, carries=release.stored_side_stays_valid,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import datetime
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -211,26 +212,60 @@ class ReleaseDraft:
                     "reads_side: false"
                 )
             inputs["side"] = examples[1]
-        path, int8 = (
-            upgrade_path(source.release, self.number),
-            upgrade_int8_path(source.release, self.number),
+        file = self.add_file(upgrade_path(source.release, self.number))
+        export_onnx(graph, inputs, graph.outputs, file)
+        self.list_upgrade(
+            source,
+            method=method,
+            side="maps" if module.g is not None else "carries" if carries else "drops",
+            side_dim=inputs["side"].shape[1] if module.reads_side else 0,
+            predicts_uncertainty=module.log_variance is not None,
         )
-        export_onnx(graph, inputs, graph.outputs, self.add_file(path))
-        quantise(self.add_file(path), self.add_file(int8))
+
+    def list_upgrade(
+        self,
+        source: Manifest,
+        *,
+        method: str,
+        side: Literal["maps", "carries", "drops"],
+        side_dim: int = 0,
+        predicts_uncertainty: bool = False,
+    ) -> None:
+        """Write the int8 twin of an upgrade whose file was added, and list the upgrade.
+
+        Args:
+            source: the published release that it upgrades from.
+            method: the name of the training method.
+            side: what happens to side-information.
+            side_dim: the dimension of the side-information that it reads; 0: none.
+            predicts_uncertainty: it has this output.
+
+        Raises:
+            KeyError: its file was not added.
+            OSError: the int8 file cannot be written.
+        """
+        path = upgrade_path(source.release, self.number)
+        int8 = upgrade_int8_path(source.release, self.number)
+        quantise(self.files[path], self.add_file(int8))
         self.upgrades.append(
             Upgrade(
                 from_release=source.release,
                 from_space=source.space,
                 from_dim=source.embedder.dim,
-                from_side_space=source.side_space if module.reads_side else None,
-                from_side_dim=inputs["side"].shape[1] if module.reads_side else 0,
+                from_side_space=source.side_space if side_dim else None,
+                from_side_dim=side_dim,
                 method=method,
                 file=self.published_file(path),
                 int8_file=self.published_file(int8),
-                side="maps" if module.g is not None else "carries" if carries else "drops",
-                predicts_uncertainty=module.log_variance is not None,
+                side=side,
+                predicts_uncertainty=predicts_uncertainty,
             )
         )
+
+    @property
+    def stored_side_stays_valid(self) -> bool:
+        """Whether the release has the side-information encoder of an older one."""
+        return self.side_encoder is not None and self.side_encoder.origin_release != self.number
 
     def manifest(self, probes: Probes) -> Manifest:
         """Return the manifest of the parts so far, unmeasured and with the present time.

@@ -33,17 +33,15 @@ from nobackfill.release.manifest import (
     Manifest,
     PublishedEmbedder,
     QueryAdapter,
-    Upgrade,
     adapter_path,
     embedder_path,
     release_space_id,
-    upgrade_int8_path,
     upgrade_path,
 )
 from nobackfill.release.publishing.declaration import hash_model_files, list_weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.export.drafting import Recipe, ReleaseDraft, probe_images
-from nobackfill.training.export.onnx_export import quantise, run_onnx, strip_model
+from nobackfill.training.export.onnx_export import run_onnx, strip_model
 from nobackfill.training.export.probes import source_probes
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
 from nobackfill.training.networks.embedder import ImageEncoder
@@ -105,7 +103,7 @@ def add_onnx_embedder(release: ReleaseDraft, source: Path, pixels: Pixels) -> No
             65,536 dimensions; it is pydantic's.
         OSError: the graph cannot be written to the release's folder.
     """
-    model = _load(source)
+    model = _load(source, f"--onnx {source}", "export the model again")
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1 or len(model.graph.output) != 1:
@@ -138,12 +136,12 @@ def add_onnx_embedder(release: ReleaseDraft, source: Path, pixels: Pixels) -> No
     release.recipe["onnx_sha256"] = hash_model_files(list_weight_files(source))
 
 
-def _load(source: Path) -> onnx.ModelProto:
+def _load(source: Path, option: str, remedy: str) -> onnx.ModelProto:
     try:
         return onnx.load(source)
     except (OSError, DecodeError, onnx.checker.ValidationError) as error:
         raise InvalidInputError(
-            f"--onnx {source}: cannot be read as an ONNX file ({error}); export the model again"
+            f"{option}: cannot be read as an ONNX file ({error}); {remedy}"
         ) from error
 
 
@@ -360,10 +358,7 @@ def add_onnx_upgrade(release: ReleaseDraft, source: Path) -> None:
     assert release.embedder is not None
     option = f"--upgrade {source}"
     command = "`nobackfill fit --onnx FILE`"
-    model = _loaded(source, option, command)
-    facts = {one.key: one.value for one in model.metadata_props}
-    dims = _dims(model, "upgraded", f"{option}: expected a map", command)
-    _check_new_model(release, facts.get("new_model"), f"{option}: the map")
+    model, facts, dims = _open_map(release, source, option, "map", "upgraded", command)
     old = _source(release, f"{option}: the map", facts.get("old_model"), dims[0])
     if dims[1] != release.embedder.dim:
         raise ConfigurationError(
@@ -372,28 +367,12 @@ def add_onnx_upgrade(release: ReleaseDraft, source: Path) -> None:
             "this release's model"
         )
     _write(release, model, old, source)
-    keeps_side_encoder = release.side_encoder is not None and (
-        release.side_encoder.origin_release != release.number
+    release.list_upgrade(
+        old,
+        method=facts.get("kind", "brought"),
+        side="carries" if release.stored_side_stays_valid else "drops",
     )
-    release.upgrades.append(
-        Upgrade(
-            from_release=old.release,
-            from_space=old.space,
-            from_dim=old.embedder.dim,
-            from_side_space=None,
-            from_side_dim=0,
-            method=facts.get("kind", "brought"),
-            file=release.published_file(upgrade_path(old.release, release.number)),
-            int8_file=release.published_file(upgrade_int8_path(old.release, release.number)),
-            side="carries" if keeps_side_encoder else "drops",
-            predicts_uncertainty=False,
-        )
-    )
-    name = f"upgrade_{old.release}"
-    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(list_weight_files(source))
-    for key in ("pairs", "penalty"):
-        if key in facts:
-            release.recipe[f"{name}.{key}"] = facts[key]
+    _record_origin(release, f"upgrade_{old.release}", source, facts)
 
 
 def add_adapter(release: ReleaseDraft, source: Path) -> None:
@@ -419,10 +398,7 @@ def add_adapter(release: ReleaseDraft, source: Path) -> None:
     assert release.embedder is not None
     option = f"--adapter {source}"
     command = "`nobackfill fit --adapter FILE.onnx`"
-    model = _loaded(source, option, command)
-    facts = {one.key: one.value for one in model.metadata_props}
-    dims = _dims(model, "adapted", f"{option}: expected a query adapter", command)
-    _check_new_model(release, facts.get("new_model"), f"{option}: the adapter")
+    model, facts, dims = _open_map(release, source, option, "query adapter", "adapted", command)
     if dims[0] != release.embedder.dim:
         raise ConfigurationError(
             f"{option}: the adapter reads queries of dimension {dims[0]}, but release "
@@ -449,32 +425,35 @@ def add_adapter(release: ReleaseDraft, source: Path) -> None:
             file=release.published_file(path),
         )
     )
-    name = f"adapter_{old.release}"
+    _record_origin(release, f"adapter_{old.release}", source, facts)
+
+
+def _record_origin(release: ReleaseDraft, name: str, source: Path, facts: dict[str, str]) -> None:
+    """Note the digest of a file in the recipe, and what the file says about its fit."""
     release.recipe[f"{name}.onnx_sha256"] = hash_model_files(list_weight_files(source))
-    for key in ("pairs", "penalty"):
-        if key in facts:
-            release.recipe[f"{name}.{key}"] = facts[key]
+    release.recipe |= {f"{name}.{key}": facts[key] for key in ("pairs", "penalty") if key in facts}
 
 
-def _check_new_model(release: ReleaseDraft, model: str | None, map_name: str) -> None:
-    """Refuse a map of another new model than the release's; None fits every release."""
+def _open_map(
+    release: ReleaseDraft, source: Path, option: str, kind: str, output: str, command: str
+) -> tuple[onnx.ModelProto, dict[str, str], tuple[int, int]]:
+    """Read a map, its facts and its dimensions; refuse one of another new model than the release's.
+
+    A map that names no model fits every release.
+    """
     assert release.embedder is not None
+    loaded = _load(source, option, f"{command} writes one")
+    facts = {one.key: one.value for one in loaded.metadata_props}
+    dims = _dims(loaded, output, f"{option}: expected a {kind}", command)
+    model = facts.get("new_model")
     space = release_space_id(release.embedder, release.text_encoder)
     own = _model_name(space, release.embedder, release.recipe, model)
     if model is not None and own is not None and model != own:
         raise ConfigurationError(
-            f"{map_name} was fitted on vectors of another new model than the one being published; "
-            "fit it again on vectors of this release's model"
+            f"{option}: the {kind} was fitted on vectors of another new model than the one being "
+            "published; fit it again on vectors of this release's model"
         )
-
-
-def _loaded(source: Path, option: str, command: str) -> onnx.ModelProto:
-    try:
-        return onnx.load(source)
-    except (OSError, DecodeError, onnx.checker.ValidationError) as error:
-        raise InvalidInputError(
-            f"{option}: cannot be read as an ONNX file ({error}); {command} writes one"
-        ) from error
+    return loaded, facts, dims
 
 
 def _dims(model: onnx.ModelProto, output: str, label: str, command: str) -> tuple[int, int]:
@@ -526,7 +505,7 @@ def _source(release: ReleaseDraft, map_name: str, model: str | None, dim: int) -
 
 
 def _write(release: ReleaseDraft, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
-    """Write the graph and its int8 twin; run both once on embeddings of the older release."""
+    """Write the graph, and run it once on embeddings of the older release."""
     strip_model(model)
     path = release.add_file(upgrade_path(old.release, release.number))
     onnx.save(model, path)
@@ -540,4 +519,3 @@ def _write(release: ReleaseDraft, model: onnx.ModelProto, old: Manifest, source:
             f"--upgrade {source}: the map returns NaN or infinity for vectors of release "
             f"{old.release}; fit it again"
         )
-    quantise(path, release.add_file(upgrade_int8_path(old.release, release.number)))
