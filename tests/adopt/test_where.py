@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import apsw
+import lancedb
 import numpy as np
 import psycopg
+import pyarrow as pa
 import pytest
+import sqlite_vec
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.vector_folder import read_items
 from nobackfill.adopt.pairs import inspect, read_all
 from nobackfill.adopt.sources.opening import open_item_vectors, open_searchable, open_source
-from nobackfill.adopt.sources.source import Source, Target
+from nobackfill.adopt.sources.source import Searchable, Source, Target
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from tests.adopt.command import run_nobackfill as run
 from tests.adopt.models import topical
@@ -220,6 +224,100 @@ def test_other_stores_refuse_a_condition(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text('{"id": 1, "text": "one"}')
     with pytest.raises(InvalidInputError, match="--where: expected a table of PostgreSQL"):
         read_items(str(tmp_path / "items.jsonl"), column="text", where="true")
+    with pytest.raises(InvalidInputError, match=r"qdrant: .* copy the vectors of one model"):
+        open_source(f"qdrant:{tmp_path}#docs", where="true")
+
+
+class Embedded:
+    """A table of LanceDB or sqlite-vec with 60 rows by two models, and what others do to it."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        rows = [(n, "ab"[n % 2], f"text {n}", MADE.old[n]) for n in range(60)]
+        if kind == "lancedb":
+            self.address = f"lancedb:{folder}#docs"
+            self.table = lancedb.connect(folder).create_table(
+                "docs",
+                pa.table({
+                    "id": [n for n, *_ in rows], "model": [m for _, m, *_ in rows],
+                    "body": [b for _, _, b, _ in rows],
+                    "v": pa.FixedSizeListArray.from_arrays(pa.array(MADE.old[:60].ravel()), 24),
+                }),
+            )  # fmt: skip
+        else:
+            self.address = f"sqlite:{folder}.db#docs"
+            self.connection = apsw.Connection(f"{folder}.db")
+            self.connection.enable_load_extension(True)
+            sqlite_vec.load(self.connection)
+            self.connection.execute(
+                "CREATE VIRTUAL TABLE docs USING vec0(id integer primary key, model text, "
+                "v float[24], +body text)"
+            )
+            for number, model, body, vector in rows:
+                self.connection.execute(
+                    "INSERT INTO docs (id, model, body, v) VALUES (?, ?, ?, ?)",
+                    (number, model, body, vector.astype("<f4").tobytes()),
+                )
+
+    def move(self, number: int, model: str) -> None:
+        """Give a row to another model."""
+        if self.kind == "lancedb":
+            self.table.update(where=f"id = {number}", values={"model": model})
+        else:
+            self.connection.execute("UPDATE docs SET model = ? WHERE id = ?", (model, number))
+
+    def open(self) -> Searchable:
+        return open_searchable(self.address, where="model = 'a'")
+
+
+@pytest.fixture(params=["lancedb", "sqlite"])
+def embedded(request: pytest.FixtureRequest, tmp_path: Path) -> Embedded:
+    return Embedded(request.param, tmp_path / "store")
+
+
+def test_an_embedded_store_reads_and_searches_rows_of_the_condition(embedded: Embedded) -> None:
+    own = {str(number) for number in range(0, 60, 2)}
+    source = embedded.open()
+    assert source.count() == 30 and set(read_all(source).ids) == own
+    assert set(read_items(embedded.address, column="body", where="model = 'a'").ids) == own
+    query = MADE.old[7]
+    order = np.argsort(((MADE.old[:60:2] - query) ** 2).sum(1), kind="stable")
+    assert source.nearest(query, 12) == [str(2 * row) for row in order[:12]]
+    assert set(source.lookup(["0", "1", "2"]).ids) == {"0", "2"}
+    assert source.texts(["0", "1"], "body") == {"0": "text 0"}
+    either = "model = 'a' OR model = 'b' -- ours"
+    assert open_source(embedded.address, where=either).count() == 60
+    for wrong in ("model = ", "colour = 'a'", "model = 'a') OR (true", "model = 'a')"):
+        with pytest.raises(InvalidInputError, match="--where"):
+            open_source(embedded.address, where=wrong)
+
+
+def test_an_embedded_store_carries_rows_of_the_condition_without_a_flip(
+    embedded: Embedded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = Target("v_new", MAP.dims[1], MAP.digest)
+    done = carry(embedded.open(), to, MAP)
+    assert (done.write_count, done.new_vector_count) == (30, 30)
+    assert "v_new" in done.next_steps[0]
+    embedded.move(2, "b")
+    embedded.move(3, "a")
+    assert carry(embedded.open(), to, MAP).write_count == 1
+    own = {*range(0, 60, 2), 3} - {2}
+    source = embedded.open()
+    place = source.open_target(to)
+    rows = [place.read(window) for window in source.windows(20)]
+    made = {name: v for one in rows for name, v in zip(one.ids, one.vectors, strict=True)}
+    assert set(made) == {str(number) for number in own} and place.count() == len(own)
+    for number in own:
+        np.testing.assert_allclose(made[str(number)], MAP(MADE.old[number][None])[0], atol=1e-5)
+    assert set(source.nearest(MADE.new[2], 60, "v_new")) == {str(number) for number in own}
+    with pytest.raises(AlreadyExistsError, match="use the same --where"):
+        carry(open_source(embedded.address), to, MAP)
+    with pytest.raises(InvalidInputError, match=r"no flip .* with --where"):
+        carry(embedded.open(), to, MAP, flip=True)
+    assert run("migrate", embedded.address, *START) == 65
+    assert "no `nobackfill migrate` with --where" in capsys.readouterr().err
+    assert source.drop_new_vectors("v_new") and source.count() == len(own)
 
 
 @pytest.fixture

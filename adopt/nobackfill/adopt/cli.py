@@ -168,8 +168,9 @@ Where = Annotated[
     str | None,
     typer.Option(
         metavar="CONDITION",
-        help="Condition in SQL for the rows of a table of PostgreSQL that holds vectors of several "
-        "models, such as \"model = 'a'\": only these rows are read. Other stores refuse it.",
+        help="Condition in SQL for the rows of a table of PostgreSQL, LanceDB or SQLite that holds "
+        "vectors of several models, such as \"model = 'a'\": only these rows are read. Other "
+        "stores refuse it, and only PostgreSQL takes it for migrate.",
         show_default="all rows",
     ),
 ]

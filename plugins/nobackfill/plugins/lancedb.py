@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nobackfill.adopt.sources.source import (
+    CONDITION_HINDERS_FLIP,
     ColumnValues,
     Facts,
     MigrationCosts,
@@ -86,18 +88,26 @@ class LanceSource:
         table: Name of the table.
         vector: Column of the old vectors; None for the only one that no map made.
         key: Column of unique keys, text or integers; None for `id`.
+        where: Condition in SQL of the rows that the source has; None for all. Only these rows are
+            read, counted, found and migrated, and the table cannot flip.
 
     Raises:
         NotFoundError: There is no such folder or table; the error lists tables.
         InvalidInputError: The place is a server or an object store; the table has no such column,
-            or one of a type that is not migrated; or LanceDB refuses the folder.
+            or one of a type that is not migrated; or LanceDB refuses the folder or the condition.
         BusyError: Others write the table at this moment.
     """
 
     flip_renames = True
 
     def __init__(
-        self, folder: str, table: str, vector: str | None = None, key: str | None = None
+        self,
+        folder: str,
+        table: str,
+        vector: str | None = None,
+        key: str | None = None,
+        *,
+        where: str | None = None,
     ) -> None:
         if "://" in folder:
             raise InvalidInputError(
@@ -150,6 +160,16 @@ class LanceSource:
                 "one with --vector"
             )
         self.vector = vector or names[0]
+        self.where = where
+        if where is not None:
+            _check_brackets(where)
+            with _translate_errors(f"{table}: --where {where}"):
+                self.table.count_rows(where)
+
+    def _and_where(self, *conditions: str) -> str | None:
+        """Join conditions with that of the source; None if there are none."""
+        own = [] if self.where is None else [f"({self.where}\n)"]
+        return " AND ".join([*own, *conditions]) or None
 
     @property
     def table(self) -> Any:
@@ -179,7 +199,13 @@ class LanceSource:
 
     @property
     def flip_name(self) -> str:
-        """Return the column that a flip renames: that of the source's vectors."""
+        """Return the column that a flip renames: that of the source's vectors.
+
+        Raises:
+            InvalidInputError: The source has a condition.
+        """
+        if self.where is not None:
+            raise InvalidInputError(f"{self._name}: {CONDITION_HINDERS_FLIP}")
         return self.vector
 
     def _is_new(self, name: str, schema: Any) -> bool:
@@ -201,10 +227,11 @@ class LanceSource:
         """
         schema = self.schema
         others = tuple(name for name in schema.names if name not in (self.key, self.vector))
-        model, dim = (
-            _column_mark(schema, self.vector).get("model"),
-            _vector_dim(schema.field(self.vector)),
-        )
+        model = _column_mark(schema, self.vector).get("model")
+        if self.where is not None and not self._is_new(self.vector, schema):
+            # The column's metadata would name one model for the rows of all.
+            model = None
+        dim = _vector_dim(schema.field(self.vector))
         return Facts(f"{self._name}.{self.vector}", dim, self.metric(), model, others)
 
     def vector_indexes(self) -> list[tuple[str, str, str]]:
@@ -270,7 +297,8 @@ class LanceSource:
         if column not in self.schema.names:
             return 0
         with _translate_errors(self._name):
-            return int(self.table.count_rows(f"{_quoted_column(column)} IS NOT NULL"))
+            present = f"{_quoted_column(column)} IS NOT NULL"
+            return int(self.table.count_rows(self._and_where(present)))
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of `to_rows` rows; all keys are read at the first window.
@@ -297,7 +325,7 @@ class LanceSource:
 
     def _bounds(self, rows: int) -> list[Any]:
         """Return each key after which a window of `to_rows` rows ends, but for the last window."""
-        column = self.select_rows([self.key], None)[self.key]
+        column = self.select_rows([self.key], self._and_where())[self.key]
         if column.null_count:
             raise InvalidInputError(
                 f"{self._name}.{self.key}: expected a key in every row, found rows without one; "
@@ -339,13 +367,16 @@ class LanceSource:
             query = self.table.search().select(list(dict.fromkeys(columns)))
             return (query if where is None else query.where(where)).to_arrow()
 
-    def read_window(self, window: Window, column: str, columns: Sequence[str] = ()) -> Any:
+    def read_window(
+        self, window: Window, column: str, columns: Sequence[str] = (), *, own_rows: bool = True
+    ) -> Any:
         """Read the rows of a window with a value in `column`, in the order of their keys.
 
         Args:
             window: The range of keys, without its lower and with its upper end.
             column: Rows without a value here are left out.
             columns: Further columns to read.
+            own_rows: Only rows of the source's condition; False for all rows.
 
         Returns:
             A table of Arrow with the key, `column` and `columns`.
@@ -362,8 +393,8 @@ class LanceSource:
             for sign, bound in bounds
             if bound is not None
         ]
-        result = self.select_rows([self.key, column, *columns], " AND ".join(conditions))
-        return result.sort_by(self.key)
+        chosen = self._and_where(*conditions) if own_rows else " AND ".join(conditions)
+        return self.select_rows([self.key, column, *columns], chosen).sort_by(self.key)
 
     def read(self, window: Window) -> Rows:
         """Read the old vectors of a window, by increasing key; rows without one are left out.
@@ -443,7 +474,8 @@ class LanceSource:
         theirs = next(name for name, ours in _METRICS.items() if ours == metric)
         with _translate_errors(self._name):
             query = self.table.search(np.asarray(vector, np.float32), vector_column_name=column)
-            query = query.distance_type(theirs).where(f"{_quoted_column(column)} IS NOT NULL")
+            present = self._and_where(f"{_quoted_column(column)} IS NOT NULL")
+            query = query.distance_type(theirs).where(present)
             result = query.limit(count).select([self.key, "_distance"]).to_arrow()
         return [str(one) for one in result[self.key].to_pylist()]
 
@@ -457,8 +489,8 @@ class LanceSource:
         if not literals:
             return self.select_rows([self.key, column], "false")
         keys = ", ".join(literals)
-        condition = (
-            f"{_quoted_column(self.key)} IN ({keys}) AND {_quoted_column(column)} IS NOT NULL"
+        condition = self._and_where(
+            f"{_quoted_column(self.key)} IN ({keys})", f"{_quoted_column(column)} IS NOT NULL"
         )
         return self.select_rows([self.key, column], condition)
 
@@ -542,9 +574,9 @@ class LanceSource:
     def obstacles(self, target: Target) -> list[str]:
         """Return sentences about what prevents a flip to `target`; empty if nothing does.
 
-        They are a column of an earlier flip, embedding functions of the table, and indexes that
-        cannot be built again. Rows without a new vector, and a missing column, are no obstacle
-        here. Writes nothing. After the flip to `target`, there are none.
+        They are a condition, a column of an earlier flip, embedding functions of the table, and
+        indexes that cannot be built again. Rows without a new vector, and a missing column, are no
+        obstacle here. Writes nothing. After the flip to `target`, there are none.
 
         Args:
             target: The column's name and dimension, and the digest of the map.
@@ -555,6 +587,8 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         schema, sentences = self.schema, []
+        if self.where is not None:
+            return [CONDITION_HINDERS_FLIP]
         if self._flipped(target, schema):
             return []
         before = old_name_after_flip(self.vector)
@@ -597,7 +631,8 @@ class LanceSource:
             target: The column's name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: Another column has the name, or the name is empty.
+            AlreadyExistsError: Another column has the name, the name is empty, or the column holds
+                new vectors of another condition.
             InvalidInputError: The source's column holds the vectors of this map already, or LanceDB
                 refuses this. Indexes of the old vectors have different metrics; then the new
                 columns stay.
@@ -608,6 +643,11 @@ class LanceSource:
         flipped = self._flipped(target, schema)
         mark = _column_mark(schema, name) if name in schema.names else {}
         ours = mark.get("map") == target.computer_digest and mark.get("to") == name
+        if ours and mark.get("where") != self.where:
+            raise AlreadyExistsError(
+                f"{self._name}: column {name!r} holds new vectors of other rows; use the same "
+                "--where as the command that made it, or choose another --to"
+            )
         if not name or (name in schema.names and not ours and not flipped):
             raise AlreadyExistsError(
                 f"{self._name}: column {name!r} exists already and was not made by this map; "
@@ -621,6 +661,7 @@ class LanceSource:
                 )
             kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
             facts = {"map": target.computer_digest, "model": target.model, "to": name}
+            facts["where"] = self.where
             metadata = {_MARK: json.dumps({key: one for key, one in facts.items() if one})}
             columns = [
                 pa.field(name, kind, metadata=metadata),
@@ -652,13 +693,15 @@ class LanceSource:
         """Record the model of the old vectors in the column's metadata, by its fingerprint.
 
         An earlier model is replaced; the text is not checked. The other facts in the column's
-        metadata stay.
+        metadata stay. A source with a condition does nothing.
 
         Raises:
             InvalidInputError: LanceDB refuses this, also because a file cannot be written.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
+        if self.where is not None:
+            return
         mark = _column_mark(self.schema, self.vector) | {"model": model}
         with _translate_errors(self._name):
             update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
@@ -882,9 +925,14 @@ class NewLanceColumn:
         )
 
     def _without_old(self, window: Window, old: str, digests: str) -> list[Any]:
-        """Return the keys of rows with a new vector of ours and no old one."""
-        result = self._source.read_window(window, digests, [old])
-        keys: list[Any] = result.filter(result[old].is_null())[self._source.key].to_pylist()
+        """Return the keys of rows with a new vector of ours that have no old one, or that have left
+        the condition."""
+        source = self._source
+        result = source.read_window(window, digests, [old], own_rows=False)
+        keys: list[Any] = result.filter(result[old].is_null())[source.key].to_pylist()
+        if source.where is not None:
+            own = set(source.read_window(window, digests)[source.key].to_pylist())
+            keys += [key for key in result[source.key].to_pylist() if key not in own]
         return keys
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -1054,6 +1102,11 @@ class NewLanceColumn:
         if self.flipped:
             return []
         vector, new = self._source.vector, self._target.name
+        if self._source.where is not None:
+            return [
+                f"search the column {new!r} with the same condition, by vectors of the new model: "
+                f"table.search(vector, vector_column_name={new!r}).where({self._source.where!r})"
+            ]
         building = [
             f"table.create_index({new!r}, config={_INDEXES[kind].__name__}"
             f"(distance_type={metric!r}), name={name + '_' + new!r})"
@@ -1067,6 +1120,17 @@ class NewLanceColumn:
             f"table.alter_columns({{'path': {vector!r}, 'rename': {old_name_after_flip(vector)!r}, "
             f"'nullable': True}}, {{'path': {new!r}, 'rename': {vector!r}}})",
         ]
+
+
+def _check_brackets(where: str) -> None:
+    """Refuse a condition with a bracket too many: LanceDB ignores all that comes behind it."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|--[^\n]*", "", where)
+    depths = [0, *accumulate({"(": 1, ")": -1}.get(one, 0) for one in bare)]
+    if min(depths) < 0 or depths[-1]:
+        raise InvalidInputError(
+            f"--where {where}: expected a closing bracket for each opening one; correct the "
+            "condition"
+        )
 
 
 def _digest_column(column: str) -> str:

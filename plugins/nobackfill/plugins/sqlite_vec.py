@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from nobackfill.adopt.sources.source import (
+    CONDITION_HINDERS_FLIP,
     ColumnValues,
     Facts,
     MigrationCosts,
@@ -379,16 +380,23 @@ class VecTable:
         database: The file.
         name: Name of the table.
         vector: Column of the vectors; None for the only one of floats.
+        where: Condition in SQL of the rows that are counted, listed and found; None for all.
 
     Raises:
         NotFoundError: There is no such table.
         InvalidInputError: The table is no vec0 table, or has a column that is not understood; or
-            SQLite reports another error.
+            SQLite reports another error, also of the condition.
         BusyError: Others hold the file for longer than 10 s.
     """
 
-    def __init__(self, database: VecDatabase, name: str, vector: str | None = None) -> None:
-        self.database, self.name = database, name
+    def __init__(
+        self,
+        database: VecDatabase,
+        name: str,
+        vector: str | None = None,
+        where: str | None = None,
+    ) -> None:
+        self.database, self.name, self.where = database, name, where
         tables = database.tables()
         if name not in tables:
             there = join_few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
@@ -431,6 +439,22 @@ class VecTable:
         self.values = [
             one.name for one in self.columns if one.role in ("partition", "auxiliary", "metadata")
         ]
+        if where is not None:
+            # Brackets would make a condition of "a) OR (b", and none would run "a; b".
+            check = f"SELECT CASE WHEN {where}\nTHEN 1 END FROM {self.quoted} LIMIT 0"
+            with translate_errors(f"{database.path}: --where {where}"):
+                database.connection.execute(check)
+
+    @property
+    def rowid_condition(self) -> str:
+        """Return the condition of SQL that a row of `rowids` r fulfils `where`.
+
+        vec0 finds a single row by its key, so a window of rows costs the same in a larger table.
+        """
+        if self.where is None:
+            return "true"
+        key = f"{_quoted_name(self.key)} = r.{'id' if self.has_text_key else 'rowid'}"
+        return f"EXISTS (SELECT 1 FROM {self.quoted} WHERE {key} AND ({self.where}\n))"
 
     def shadow_table(self, end: str) -> str:
         """Return the quoted name of a table behind this one.
@@ -452,9 +476,9 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        return int(
-            self.database.query_all(f"SELECT count(*) FROM {self.shadow_table('rowids')}")[0][0]
-        )
+        rowids = self.shadow_table("rowids")
+        query = f"SELECT count(*) FROM {rowids} r WHERE {self.rowid_condition}"
+        return int(self.database.query_all(query)[0][0])
 
     def copy_statement(self, name: str, dim: int) -> str:
         """Return the statement that creates a table like this one for other vectors.
@@ -480,7 +504,10 @@ class VecTable:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         where, bounds = _window_condition("rowid", window)
-        query = f"SELECT rowid FROM {self.shadow_table('rowids')} WHERE {where} ORDER BY rowid"
+        query = (
+            f"SELECT rowid FROM {self.shadow_table('rowids')} r "
+            f"WHERE {where} AND {self.rowid_condition} ORDER BY rowid"
+        )
         return [place for (place,) in self.database.query_all(query, *bounds)]
 
     def rowid_by_key(self, keys: Sequence[Any]) -> dict[Any, int]:
@@ -497,8 +524,8 @@ class VecTable:
         """
         column = "id" if self.has_text_key else "rowid"
         query = (
-            f"SELECT {column}, rowid FROM {self.shadow_table('rowids')} "
-            f"WHERE {column} IN (SELECT value FROM json_each(?))"
+            f"SELECT {column}, rowid FROM {self.shadow_table('rowids')} r "
+            f"WHERE {column} IN (SELECT value FROM json_each(?)) AND {self.rowid_condition}"
         )
         return dict(self.database.query_all(query, json.dumps(list(keys))))
 
@@ -655,7 +682,8 @@ class SqliteVecSource:
     """A vec0 table whose float vectors can be migrated.
 
     The constructor takes a file, the name of a table, and a column of vectors; None means the only
-    one of floats. Its errors are those of VecTable.
+    one of floats. With a condition `where` in SQL, only its rows are read, counted, found and
+    migrated, and the table cannot flip. Its errors are those of VecTable.
 
     Raises:
         NotFoundError: There is no such file or table.
@@ -666,14 +694,22 @@ class SqliteVecSource:
 
     flip_renames = True
 
-    def __init__(self, path: str, table: str, vector: str | None = None) -> None:
+    def __init__(
+        self, path: str, table: str, vector: str | None = None, *, where: str | None = None
+    ) -> None:
         self._database = VecDatabase(path)
-        self._table = VecTable(self._database, table, vector)
+        self._table = VecTable(self._database, table, vector, where)
         self.vector = self._table.vector.name
 
     @property
     def flip_name(self) -> str:
-        """Return the table that a flip renames: the source's own."""
+        """Return the table that a flip renames: the source's own.
+
+        Raises:
+            InvalidInputError: The source has a condition.
+        """
+        if self._table.where is not None:
+            raise InvalidInputError(f"{self._table.name}: {CONDITION_HINDERS_FLIP}")
         return self._table.name
 
     def facts(self) -> Facts:
@@ -689,7 +725,9 @@ class SqliteVecSource:
         """
         table = self._table
         metric = _METRICS[table.vector.metric or "l2"]
-        model = self._database.read_facts(table.name).get("model")
+        # The record of the table would name one model for the rows of all.
+        facts = {} if table.where is not None else self._database.read_facts(table.name)
+        model = facts.get("model")
         columns = tuple(table.values)
         return Facts(f"{table.name}.{self.vector}", table.vector.dim, metric, model, columns)
 
@@ -784,10 +822,14 @@ class SqliteVecSource:
         if new_name is not None:
             table = VecTable(self._database, new_name, self.vector)
         query, most = np.asarray(vector, "<f4").tobytes(), min(count, _MOST_HITS)
+        chosen = ""
+        if table.where is not None:
+            key = _quoted_name(table.key)
+            chosen = f"AND {key} IN (SELECT {key} FROM {table.quoted} WHERE ({table.where}\n))"
         while True:
             result = self._database.query_all(
                 f"SELECT {_quoted_name(table.key)}, distance FROM {table.quoted} "
-                f"WHERE {_quoted_name(self.vector)} MATCH ? AND k = ? ORDER BY distance",
+                f"WHERE {_quoted_name(self.vector)} MATCH ? AND k = ? {chosen} ORDER BY distance",
                 query,
                 most,
             )
@@ -893,8 +935,8 @@ class SqliteVecSource:
         ]
 
     def obstacles(self, target: Target) -> list[str]:
-        """Return a sentence about a table that an earlier flip left; empty if nothing prevents a
-        flip.
+        """Return a sentence about a condition, or a table that an earlier flip left; empty if
+        nothing prevents a flip.
 
         Writes nothing.
 
@@ -905,6 +947,8 @@ class SqliteVecSource:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
+        if self._table.where is not None:
+            return [CONDITION_HINDERS_FLIP]
         before = old_name_after_flip(self._table.name)
         if before in self._database.tables():
             return [f"table {before!r} of an earlier flip still exists: drop it first"]
@@ -920,8 +964,8 @@ class SqliteVecSource:
             target: The table's name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: Another table has the name. An earlier version made the table, and
-                noted keys of text as numbers.
+            AlreadyExistsError: Another table has the name, or new vectors of another condition. An
+                earlier version made the table, and noted keys of text as numbers.
             InvalidInputError: The name is not allowed, or this table holds the vectors of this map
                 already; or SQLite reports another error.
             ConfigurationError: The file is read-only.
@@ -942,6 +986,11 @@ class SqliteVecSource:
                 )
             wanted = {"map": target.computer_digest, "of": table.name, "vector": self.vector}
             ours = all(facts.get(key) == value for key, value in wanted.items())
+            if ours and facts.get("where") != table.where:
+                raise AlreadyExistsError(
+                    f"{table.name}: table {name!r} holds new vectors of other rows; use the same "
+                    "--where as the command that made it, or choose another --to"
+                )
             there = name in database.tables()
             if there and not (ours and "flipped" not in facts):
                 raise AlreadyExistsError(
@@ -962,7 +1011,7 @@ class SqliteVecSource:
                     "`nobackfill migrate back`, and run the command again"
                 )
             if not there:
-                database.record_facts(name, wanted | {"model": target.model})
+                database.record_facts(name, wanted | {"model": target.model, "where": table.where})
                 database.query_all(
                     "DELETE FROM nobackfill_items WHERE map = ?", _notes_name(name, target)
                 )
@@ -1015,7 +1064,7 @@ class SqliteVecSource:
         return VecTable(self._database, column, self.vector).count()
 
     def record_model(self, model: str) -> None:
-        """Record the model of the old vectors, by its fingerprint.
+        """Record the model of the old vectors, by its fingerprint; nothing with a condition.
 
         Args:
             model: Fingerprint of the model; empty removes it.
@@ -1025,6 +1074,8 @@ class SqliteVecSource:
             ConfigurationError: The file is read-only.
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
+        if self._table.where is not None:
+            return
         with self._database.transaction():
             facts = self._database.read_facts(self._table.name)
             self._database.record_facts(self._table.name, facts | {"model": model})
@@ -1382,7 +1433,12 @@ class NewVecTable:
 
     def finish(self) -> list[str]:
         """Return the owner's step to the flip, as a sentence; vec0 needs `carry` with --flip for
-        it."""
+        it. With a condition there is no flip, and the sentence names the table to search."""
+        if self._source.where is not None:
+            return [
+                f"search the table {self._copy.name}, which has the rows of the condition alone, "
+                "by vectors of the new model"
+            ]
         return [
             "switch the queries and the writers to the new model; in the same moment run `carry` "
             "with --flip, which carries the last rows and swaps the names of both tables. ALTER "

@@ -86,7 +86,7 @@ def read_items(
         column: Column of the source, or field of the file, with the texts; images ignore it.
         key: Column or field with the ids; None for the primary key or `id`. Images ignore it.
         vector: Column of the source's vectors; None for the only one.
-        where: Condition of the rows in SQL, for a table of PostgreSQL; None for all rows.
+        where: Condition of the rows in SQL, for stores that take one; None for all rows.
         only: Ids of the items to return; None: all. Unknown ids are ignored.
         refusals: Receives the reason of each line of FILE.jsonl that is left out: under FILE:LINE
             if it is malformed, under its id if an earlier line has this id or the text is no valid
@@ -98,8 +98,8 @@ def read_items(
     Raises:
         NotFoundError: There is no such file or store, no item in it, or none of the ids of `only`.
         InvalidInputError: An id occurs twice, an id or a text is no valid Unicode, there is no such
-            column, a line of FILE.jsonl is malformed (with `refusals`: all are), or `where` is
-            given for another store than PostgreSQL.
+            column, a line of FILE.jsonl is malformed (with `refusals`: all are), or the store
+            takes no `where`.
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user.
         ConfigurationError: The address would send a password unencrypted, an extra is not
@@ -108,7 +108,7 @@ def read_items(
         IncompatibleSpaceError: A plug-in raises it.
     """
     path = Path(address)
-    # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
+    # Files take no condition: `open_source` refuses it.
     if where is None and path.suffix == ".jsonl":
         found = _line_texts(path, key or "id", column, refusals)
     elif where is None and path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):

@@ -17,6 +17,14 @@ ADDRESS_FORMS = (
 # Beginnings of the address of a table of PostgreSQL.
 POSTGRESQL_SCHEMES = ("postgresql://", "postgres://")
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
+# Why a store does not take an option.
+_NO_OPTION = {
+    "key": "expected no --key, because the items of such a store have keys of their own; leave "
+    "--key out",
+    "where": "expected a table of PostgreSQL, LanceDB or SQLite with --where, because other stores "
+    "are read whole; copy the vectors of one model into a place of their own, and name that as "
+    "SOURCE without --where",
+}
 
 
 def open_source(
@@ -29,7 +37,8 @@ def open_source(
     """Open the store at an address, for reading and for new vectors. Nothing is written.
 
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
-    with the place, the collection, `vector`, and `key` where one is given, and returns a Source.
+    with the place, the collection, `vector`, and with `key` and `where` by name if they are given.
+    It returns a Source.
 
     Connections open at once or at the first use; a source that is Searchable has `close`, which the
     caller calls.
@@ -39,15 +48,15 @@ def open_source(
         key: Column of the keys; None for the primary key, or `id` in Parquet.
         vector: Column of the old vectors; None for the only one. Some stores choose it when their
             facts are read first.
-        where: Condition of the rows in SQL, for a table of PostgreSQL with vectors of several
-            models; None for all rows. Never take it from a stranger.
+        where: Condition of the rows in SQL, for a table with vectors of several models; None for
+            all rows. Never take it from a stranger.
 
     Raises:
         NotFoundError: There is no such file, table or collection.
         UnavailableError: The server does not answer.
         NotPermittedError: The server refuses the user or the key.
         InvalidInputError: The address has another form; the table, the key or the column of vectors
-            cannot be used; or `where` is given for another store than PostgreSQL.
+            cannot be used; or the store takes no `where`.
         ConfigurationError: The address would send vectors or a password unencrypted, the extra of
             the store is not installed, or its plug-in cannot be imported.
         IncompatibleSpaceError: As the plug-in raises it.
@@ -72,11 +81,6 @@ def open_source(
         if where is not None:
             return PgvectorSelection(server, table, key, vector, where=where)
         return PgvectorSource(server, table, key, vector)
-    if where is not None:
-        raise InvalidInputError(
-            f"--where: expected a table of PostgreSQL, {_POSTGRES}; the other stores are read "
-            "whole, so leave --where out"
-        )
     kind, colon, rest = address.partition(":")
     if colon and kind in plugin_names("sources"):
         place, _, collection = rest.partition("#")
@@ -86,13 +90,14 @@ def open_source(
                 f"{kind}:PLACE#COLLECTION; one of them is missing"
             )
         plugin = load_plugin("sources", kind)
-        if key is not None and "key" not in signature(plugin).parameters:
-            raise InvalidInputError(
-                f"{kind}: expected no --key, because the items of such a store have keys of their "
-                "own; leave --key out"
-            )
-        source: Source = plugin(place, collection, vector, *([] if key is None else [key]))
+        options = {"key": key, "where": where}
+        options = {name: value for name, value in options.items() if value is not None}
+        for name in options.keys() - signature(plugin).parameters.keys():
+            raise InvalidInputError(f"{kind}: {_NO_OPTION[name]}")
+        source: Source = plugin(place, collection, vector, **options)
         return source
+    if where is not None:
+        raise InvalidInputError(f"--where: {_NO_OPTION['where']}")
     if "://" in address:
         # Not the address itself: it may hold a password.
         raise InvalidInputError(

@@ -830,6 +830,13 @@ def check_rows(rows: Rows, dim: int | None, where: str) -> Rows:
     return rows
 
 
+# The refusal of a flip of a source with a condition, in a store whose flip renames the vectors of
+# all rows.
+CONDITION_HINDERS_FLIP = (
+    "expected no flip and no `nobackfill migrate` with --where, because a flip would take the "
+    "vectors of the other rows out of their searches; run `nobackfill carry` without --flip, and "
+    "search the new vectors by their own name with the same condition"
+)
 # The error of `Reversible.migration_lock`, after the name of the table.
 OTHER_MIGRATION_MESSAGE = (
     "another `nobackfill migrate` writes to this table from another working folder; wait until it "
