@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import (
     AlreadyExistsError,
     CannotWriteError,
+    DamagedError,
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,
@@ -253,6 +254,19 @@ def test_state_is_kept_and_removed(tmp_path: Path) -> None:
         )
         store.update_state({"floor": None})
         assert store.read_state_value("floor") is None
+
+
+@pytest.mark.parametrize("bad", ["[NaN]", "[1e400]", '["\\ud800"]', "[", "[-Infinity]"])
+def test_a_state_that_cannot_be_stored_is_damage(tmp_path: Path, bad: str) -> None:
+    with filled(tmp_path / "g.sqlite", 1) as store:
+        for key, text in (("pair", '"\\ud83d\\ude00"'), ("large", "[1e300, 7]"), ("bad", bad)):
+            with store.transaction() as connection:
+                connection.execute("INSERT INTO state VALUES (?, ?)", (key, text))
+        assert store.read_state_value("pair") == "\U0001f600"
+        assert store.read_state_value("large") == [1e300, 7]
+        for read in (lambda: store.read_state_value("bad"), store.state):
+            with pytest.raises(DamagedError, match="an unusable value of 'bad'"):
+                read()
 
 
 def test_files_are_private_and_create_refuses_what_is_there(tmp_path: Path) -> None:

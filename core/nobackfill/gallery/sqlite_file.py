@@ -7,6 +7,7 @@ alone and finds a write-ahead log knows that the last process died, and checks t
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import sqlite3
@@ -646,18 +647,14 @@ def item_from_row(row: tuple[Any, ...]) -> StoredItem:
         DamagedError: A value has the wrong type, or the metadata is no JSON object.
     """
     label, item_id, digest, metadata, origin, uncertainty = row
-    fields = _json(metadata, f"item {label}")
+    try:
+        fields = json.loads(metadata)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(None, f"item {label} is no valid JSON") from error
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
     if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
         raise DamagedError(None, f"row {label} of its table 'items' has invalid values")
     return StoredItem(label, item_id, digest, fields, origin, uncertainty)
-
-
-def _json(text: Any, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedError(None, f"{what} is no valid JSON") from error
 
 
 def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
@@ -684,15 +681,24 @@ def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
     return {key: _state_value(value, key) for key, value in rows}
 
 
-def _state_value(text: Any, key: str) -> Any:
-    """Parse a value of the state, which `set_state_values` can store again.
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
-    Python's JSON also reads NaN, 1e400 and halves of characters.
-    """
-    value = _json(text, f"state {key}")
+
+# Python's JSON also reads NaN and 1e400, which cannot be stored.
+_STATE_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
+def _state_value(text: Any, key: str) -> Any:
+    """Parse a value of the state, which `set_state_values` can store again."""
     try:
-        _state_json(value).encode()
-    except (ValueError, RecursionError) as error:
+        value = _STATE_DECODER.decode(text)
+        # Only an escape can be half of a character, which cannot be stored either.
+        if "\\u" in text:
+            _state_json(value).encode()
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(None, f"its state has an unusable value of {key!r}") from error
     return value
 
