@@ -19,7 +19,6 @@ from nobackfill.errors import BusyError, DamagedError, InvalidInputError, Unusab
 from nobackfill.gallery import store
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import (
-    BUSY_TIMEOUT_MS,
     FileAccess,
     add_space,
     check_tables,
@@ -118,7 +117,7 @@ def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) 
 def _source(path: Path) -> Iterator[sqlite3.Connection]:
     handle = open_lock(lock_path(path), path)
     try:
-        exclusive = handle >= 0 and lock_gallery(handle, path, BUSY_TIMEOUT_MS / 1000)
+        exclusive = handle >= 0 and lock_gallery(handle, path)
         if handle >= 0 and not exclusive:
             raise BusyError(
                 f"{path}: another process has this gallery open; stop that process first"

@@ -1215,23 +1215,22 @@ def open_lock(path: Path, gallery: Path) -> int:
     return -1
 
 
-def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
+def lock_gallery(handle: int, path: Path) -> bool:
     """Lock a gallery exclusively if no other process has it open, otherwise in shared mode.
 
     Args:
         handle: The lock file, as `open_lock` returned it. Closing it frees the lock.
         path: The gallery, for the message.
-        timeout_s: How long to wait for an exclusive holder, in seconds; 0 tries once.
 
     Returns:
         Whether no other process has the gallery open; the lock is then exclusive.
 
     Raises:
-        BusyError: Another process holds it exclusively for longer.
+        BusyError: Another process holds it exclusively for 5 seconds.
         CannotWriteError: The file system has no locks (flock).
         ValueError: `handle` is -1.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
     while True:
         for kind, exclusive in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
             try:
@@ -1355,9 +1354,7 @@ class FileConnections:
         with contextlib.ExitStack() as undo:
             undo.callback(self._shut)
             self._lock = open_lock(lock_path(self.path), self.path)
-            exclusive = self._lock >= 0 and lock_gallery(
-                self._lock, self.path, BUSY_TIMEOUT_MS / 1000
-            )
+            exclusive = self._lock >= 0 and lock_gallery(self._lock, self.path)
             wal = self.path.with_name(self.path.name + "-wal")
             unclean = exclusive and wal.exists() and wal.stat().st_size > 0
             for access in possible_accesses(self.path, exclusive):

@@ -642,7 +642,9 @@ def measure_release(
     ):
         route, lines[name] = _route(gate, calibrating, name)
         routes.append(route)
-    unlabelled = _unlabelled(gate, rows)
+    # Also without labels, if classes decide the gate.
+    served = [row.cell for row in rows if not (row.float32_only or gate.is_unlabelled)]
+    unlabelled = measure_unlabelled(gate.embedded, served)
     calibration = tuple(_calibrations(calibrating, new, manifests, rows, lines))
     calibrated = new.model_copy(update={"calibration": calibration})
     mixtures = (_mixtures(one, calibrated, manifests, rows) for one in measurers)
@@ -656,13 +658,6 @@ def measure_release(
         cells_by_text,
         unlabelled,
     )
-
-
-def _unlabelled(gate: CellMeasurer, rows: tuple[GainRow, ...]) -> tuple[UnlabelledCell, ...]:
-    """Measure the rows without labels, if classes decided the gate."""
-    if gate.is_unlabelled:
-        return ()
-    return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.float32_only])
 
 
 def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set[int]:

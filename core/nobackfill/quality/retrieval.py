@@ -349,46 +349,32 @@ def evaluate_cells(
         ConfigurationError: The library for a tokenizer is not installed.
         IndexError: Relevance names a position outside the gallery.
     """
-    return [
-        _evaluate(name, queries, gallery, relevance, neighbour_count=neighbour_count, int8=int8)
-        for name in cells
-    ]
-
-
-def _evaluate(
-    name: CellName,
-    queries: EmbeddedListing,
-    gallery: EmbeddedListing,
-    relevance: Relevance,
-    *,
-    neighbour_count: int,
-    int8: bool,
-) -> MatrixCell:
-    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.search_metric(name)
-    cell = search_and_measure(
-        *vectors, relevance, metric, neighbour_count=max(neighbour_count, HUB_NEIGHBOURS)
-    )
-    worst, worst_map = worst_class(cell.map, queries.listing.labels)
-    items = len(gallery.listing)
-    figures = {
-        "cmc1": mean_of_answerable(cell.cmc1),
-        "cmc5": mean_of_answerable(cell.cmc5),
-        "map": mean_of_answerable(cell.map),
-        f"map_at_{MAP_AT}": mean_of_answerable(average_precision_at(cell.ranking, MAP_AT)),
-        "worst_class_map": worst_map,
-        "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
-        **_recognition(*vectors, relevance, metric),
-        "queries": float(len(queries.listing)),
-        "items": float(items),
-    }
-    return MatrixCell(
-        name,
-        figures,
-        cell.cmc1,
-        cell.map,
-        cell.neighbours[:, :neighbour_count],
-        queries.listing.class_names[worst],
-    )
+    matrix = []
+    for name in cells:
+        vectors = cell_vectors(name, queries, gallery, int8=int8)
+        metric = queries.search_metric(name)
+        cell = search_and_measure(
+            *vectors, relevance, metric, neighbour_count=max(neighbour_count, HUB_NEIGHBOURS)
+        )
+        worst, worst_map = worst_class(cell.map, queries.listing.labels)
+        items = len(gallery.listing)
+        figures = {
+            "cmc1": mean_of_answerable(cell.cmc1),
+            "cmc5": mean_of_answerable(cell.cmc5),
+            "map": mean_of_answerable(cell.map),
+            f"map_at_{MAP_AT}": mean_of_answerable(average_precision_at(cell.ranking, MAP_AT)),
+            "worst_class_map": worst_map,
+            "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
+            **_recognition(*vectors, relevance, metric),
+            "queries": float(len(queries.listing)),
+            "items": float(items),
+        }
+        nearest, worst_name = (
+            cell.neighbours[:, :neighbour_count],
+            queries.listing.class_names[worst],
+        )
+        matrix.append(MatrixCell(name, figures, cell.cmc1, cell.map, nearest, worst_name))
+    return matrix
 
 
 def _recognition(
