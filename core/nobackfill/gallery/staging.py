@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -55,7 +55,6 @@ from nobackfill.gallery.sqlite_file import (
 )
 from nobackfill.gallery.store import (
     Change,
-    CheckedVectors,
     NewVectors,
     Store,
     check_new_vectors,
@@ -1113,12 +1112,7 @@ class Estimate:
 
 
 def estimate_upgrade(
-    store: Store,
-    runner: Runner,
-    target: SpaceSpec,
-    scratch_folder: Path,
-    *,
-    source: str | None = None,
+    store: Store, runner: Runner, target: SpaceSpec, scratch_folder: Path
 ) -> Estimate:
     """Estimate the cost of `run_upgrade` on two chunks of items; change nothing in the gallery.
 
@@ -1130,7 +1124,6 @@ def estimate_upgrade(
         runner: The transform.
         target: The space to write.
         scratch_folder: Folder of the temporary file, on the gallery's disk.
-        source: Id of the space to read; None or "" for the active one.
 
     Returns:
         The cost; zeros, except `left_behind_count`, if nothing is to be migrated. It counts
@@ -1150,9 +1143,7 @@ def estimate_upgrade(
             rows.
         Exception: Any other error of the runner.
     """
-    remaining = RemainingVectors(
-        store, source or store.active().spec.space, target, runner.reads_side
-    )
+    remaining = RemainingVectors(store, store.active().spec.space, target, runner.reads_side)
     todo = remaining.all_labels()
     migrated = 0 if remaining.target is None else store.count(target.space)
     left_behind = store.count() - migrated - len(todo)
@@ -1162,49 +1153,29 @@ def estimate_upgrade(
     most = _CHUNKS * CHUNK_ROWS
     probe = todo[:: max(1, len(todo) // most)][:most]
     runner.run(*remaining.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
-    probe_table = _ProbeTable(target)
+    info = SpaceInfo(target, "staging", 1, 0)
     start_time = time.perf_counter()
     temporary = tempfile.TemporaryDirectory(
         prefix=f"{durable.TEMPORARY_PREFIX}estimate-", dir=scratch_folder
     )
-    with temporary as folder, probe_table.open(Path(folder) / "probe.sqlite") as connection:
+    probe_file = Path(temporary.name) / "probe.sqlite"
+    with temporary, closing(open_connection(probe_file)) as connection:
+        # One table of vectors, set up like a gallery's.
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # Its vectors belong to items of the gallery's file.
+        connection.execute("PRAGMA foreign_keys = OFF")
+        connection.execute(VECTOR_TABLE.format(name=vector_table_name(info.table_number)))
         for start in range(0, len(probe), CHUNK_ROWS):
             rows = probe[start : start + CHUNK_ROWS]
             labels, embedding, side = remaining.read(rows, runner.reads_side)
             upgraded = runner.run(embedding, side)
             new = NewVectors(target.space, upgraded.embedding, upgraded.side_information)
-            probe_table.write(
-                connection, check_new_vectors(probe_table.info, new, len(labels)), labels
-            )
+            checked = check_new_vectors(info, new, len(labels))
+            with durable.transaction(connection):
+                insert_vectors(connection, checked, labels)
         seconds = time.perf_counter() - start_time
-        written = probe_table.bytes(connection)
+        # Every page except the schema's.
+        written = (connection.execute("PRAGMA page_count").fetchone()[0] - 1) * PAGE_BYTES
     share = len(todo) / len(probe)
     return Estimate(len(todo), seconds * share, int(written * share), left_behind)
-
-
-class _ProbeTable:
-    """A temporary file with one table of vectors, set up like a gallery's."""
-
-    def __init__(self, target: SpaceSpec) -> None:
-        self.info = SpaceInfo(target, "staging", 1, 0)
-
-    @contextmanager
-    def open(self, path: Path) -> Iterator[sqlite3.Connection]:
-        with closing(open_connection(path)) as connection:
-            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA journal_mode = WAL")
-            # Its vectors belong to items of the gallery's file.
-            connection.execute("PRAGMA foreign_keys = OFF")
-            connection.execute(VECTOR_TABLE.format(name=vector_table_name(self.info.table_number)))
-            yield connection
-
-    def write(
-        self, connection: sqlite3.Connection, checked: CheckedVectors, labels: Labels
-    ) -> None:
-        with durable.transaction(connection):
-            insert_vectors(connection, checked, labels)
-
-    def bytes(self, connection: sqlite3.Connection) -> int:
-        """Return the size of the table: every page except the schema's."""
-        pages: int = connection.execute("PRAGMA page_count").fetchone()[0]
-        return (pages - 1) * PAGE_BYTES
