@@ -56,10 +56,10 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
-    report, encoders = AddTextsReport(), _Encoders(device)
+    report, opened = AddTextsReport(), dict[str, TextModel]()
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
-        _store(device, encoders, list(_readable(batch, report)), report)
+        _store(device, opened, list(_readable(batch, report)), report)
     return report
 
 
@@ -124,23 +124,21 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
         raise InvalidInputError(f"{worst!r}: {no_text_vector_error(manifest)}") from error
 
 
-class _Encoders:
-    """The text encoders of the active space and, if its release embeds texts, of the space that a
-    rollback would return to."""
+def _open_encoders(
+    device: GalleryFile, opened: dict[str, TextModel]
+) -> list[tuple[Manifest, TextModel]]:
+    """Open the text encoders of the active space and, if its release embeds texts, of the space
+    that a rollback would return to.
 
-    def __init__(self, device: GalleryFile) -> None:
-        self._device = device
-        self._open: dict[str, TextModel] = {}
-
-    def current(self) -> list[tuple[Manifest, TextModel]]:
-        """Open the encoders. Raises NoEncoderError if the active release embeds no texts."""
-        active, *previous = self._device.embedding_manifests()
-        manifests = [active, *(one for one in previous if one.text_encoder is not None)]
-        for manifest in manifests:
-            if manifest.space not in self._open:
-                encoder = open_text_encoder(self._device.models, manifest, count_cores())
-                self._open[manifest.space] = encoder
-        return [(manifest, self._open[manifest.space]) for manifest in manifests]
+    `opened` holds those of earlier calls, by space. Raises NoEncoderError if the active release
+    embeds no texts.
+    """
+    active, *previous = device.embedding_manifests()
+    manifests = [active, *(one for one in previous if one.text_encoder is not None)]
+    for manifest in manifests:
+        if manifest.space not in opened:
+            opened[manifest.space] = open_text_encoder(device.models, manifest, count_cores())
+    return [(manifest, opened[manifest.space]) for manifest in manifests]
 
 
 def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[TextLine]:
@@ -154,12 +152,12 @@ def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[Tex
 
 
 def _store(
-    device: GalleryFile, encoders: _Encoders, batch: list[TextLine], report: AddTextsReport
+    device: GalleryFile, opened: dict[str, TextModel], batch: list[TextLine], report: AddTextsReport
 ) -> None:
     # The last text of an id wins, and a batch holds each id once.
     batch = list({line.id: line for line in batch}.values())
     while batch:
-        active_encoders = encoders.current()
+        active_encoders = _open_encoders(device, opened)
         try:
             vectors = [
                 NewVectors(m.space, model.run([line.text for line in batch], "document"), None)
@@ -176,7 +174,7 @@ def _store(
                 return
             # The tokenizer rejects at least one text: find it by storing one at a time.
             for line in batch:
-                _store(device, encoders, [line], report)
+                _store(device, opened, [line], report)
             return
         device.store.put(
             [line.id for line in batch],
