@@ -1,15 +1,27 @@
-"""Texts and their vectors by pretrained models: embedded once, then kept."""
+"""Texts and their vectors by pretrained models: embedded once, then kept.
+
+`python -m bench.adoption.texts` writes them for `compare.py --vectors`.
+"""
 
 import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
-from demo.adoption.documents import LONGEST, SHORTEST, Document, draw_by_seed, read_documents
+from demo.adoption.documents import (
+    LONGEST,
+    SHORTEST,
+    Document,
+    draw_by_seed,
+    draw_documents,
+    read_documents,
+)
+from demo.adoption.models import write_model_files
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.vectors import Vectors
 
@@ -103,3 +115,41 @@ def embed_documents(documents: list[Document], model: Path, file: Path) -> Embed
         titles = by_length([one.title for one in documents])
         EmbeddedDocuments(bodies, titles).write(file)
     return EmbeddedDocuments.read(file)
+
+
+def write_pairs(
+    old: EmbeddedDocuments, new: EmbeddedDocuments, test_count: int, file: Path
+) -> None:
+    """Write bodies for `compare.py --vectors`: the first documents are tested, others are pairs."""
+    arrays: dict[str, Vectors] = {}
+    for name, vectors in (("old", old.bodies), ("new", new.bodies)):
+        arrays[f"test_{name}"], arrays[name] = np.split(vectors, [test_count])
+    part = file.with_name(f"part-{file.name}")
+    np.savez(part, allow_pickle=False, **arrays)
+    part.replace(file)
+
+
+def main(
+    packages: Annotated[
+        Path, typer.Option(help="Folder of packages as `make demo-adopt` fills it; only read.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to which texts.npz is written, and models and vectors.")
+    ],
+    pairs: Annotated[int, typer.Option(help="Number of texts to fit maps on.")] = 10_000,
+    tests: Annotated[
+        int, typer.Option(help="Number of other texts that search each other.")
+    ] = 2000,
+) -> None:
+    """Embed what botocore says of operations by MiniLM-L3 (old) and MiniLM-L6 (new)."""
+    documents = draw_documents(packages, pairs + tests)
+    models = zip(("L3", "L6"), write_model_files(packages, out / "models"), strict=True)
+    old, new = (
+        embed_documents(documents, model, out / f"{name}-{len(documents)}.npz")
+        for name, model in models
+    )
+    write_pairs(old, new, tests, out / "texts.npz")
+
+
+if __name__ == "__main__":
+    typer.run(main)
