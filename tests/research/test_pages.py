@@ -239,3 +239,45 @@ def test_results_on_vectors_share_a_table_of_figures_and_of_differences(tmp_path
     (tmp_path / "seen.json").write_text("{}")
     with pytest.raises(InvalidInputError, match=r"expected results of compare\.py --vectors"):
         rewrite_tables(page)
+
+
+def test_results_without_labels_are_told_apart_by_their_pairs(tmp_path: Path) -> None:
+    """Intervals over queries are shown, and no row is called measurably better by them."""
+
+    def texts(pairs: int, **agreement: float) -> BenchResults:
+        def row(name: str, value: float) -> BenchRow:
+            def less(base: float, *figures: str) -> dict[str, dict[str, BenchDifference]]:
+                mean = value - base
+                one = BenchDifference(mean=mean, low=mean - 0.01, high=mean + 0.01, classes=None)
+                return {"all": dict.fromkeys(figures, one)}
+
+            return BenchRow(
+                maps="items", figures={"all": {"agreement": value, "known_item": value / 2}},
+                differences=less(0.5, "agreement"), seconds=60, parameters=7,
+                against_ours={} if name == "residual" else less(0.6, "agreement", "known_item"),
+            )  # fmt: skip
+
+        stay = BenchRow(maps="none", figures={"all": {"agreement": 0.5}}, differences={"all": {}})
+        return BenchResults(
+            command="a command", machine="a CPU", pairs=pairs, seeds=3, queries={"all": 70},
+            classes={"all": 0},
+            rows={"old/old": stay} | {name: row(name, value) for name, value in agreement.items()},
+        )  # fmt: skip
+
+    write_bench(tmp_path, "few", texts(300, residual=0.6, affine=0.55))
+    write_bench(tmp_path, "many", texts(1000, residual=0.6))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- vectors: few.json many.json -->\n<!-- end of results -->\n")
+    rewrite_tables(page)
+    text = page.read_text()
+    assert (
+        "| row | maps | 300 pairs agreement@10 | 300 pairs known-item | 1,000 pairs agreement@10 |"
+    ) in text
+    assert "| **residual** | items | 60.0 | 30.0 | 60.0 | 30.0 | 60 / 60 s | 7 |" in text
+    assert "| affine | items | 55.0 | 27.5 | - | - | 60 / - s | 7 |" in text
+    assert "In points, with 95 % intervals over queries:" in text
+    assert "| affine | +5.0 [+4.0, +6.0] | - | -5.0 [-6.0, -4.0] | -5.0" in text
+    told = " ".join(text.split())
+    # Three seeds of two maps at a minute.
+    assert "300 training pairs, 70 queries; all maps were fitted in 6 minutes" in told
+    assert "3 seeds" in told and "Measurably" not in text

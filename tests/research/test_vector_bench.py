@@ -230,6 +230,14 @@ def test_without_labels_and_side(tmp_path: Path) -> None:
     figures = result.rows["affine"].figures["all"]
     assert set(figures) == {"agreement", "known_item"}
     assert figures["known_item"] > 10 / 240
+    # Our row without side-information is the one that others are compared with.
+    assert result.our_row == "residual" and "Less residual, in points:" in bench_page(result)
+    assert result.rows["residual"].against_ours == {}
+    ours = result.rows["residual"].figures["all"]
+    for name, field in result.rows["affine"].against_ours["all"].items():
+        assert field.mean == pytest.approx(figures[name] - ours[name], abs=1e-9)
+        # Queries were drawn, so no side of 0 is called measurable.
+        assert field.classes is None and field.sign == 0
 
 
 def test_int8_with_scales_and_several_files(tmp_path: Path) -> None:

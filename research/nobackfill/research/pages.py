@@ -24,7 +24,6 @@ from nobackfill.research.settings import LIMIT
 from nobackfill.research.summary import FEWEST_SEEDS, FIGURES
 from nobackfill.research.vector_bench import (
     MEASURES,
-    OUR_MAP,
     REEMBED,
     STAY,
     BenchDifference,
@@ -607,7 +606,13 @@ class _Column:
 
     @property
     def title(self) -> str:
-        return f"{self.part.removesuffix(' classes')} {MEASURES[self.figure]}"
+        # Without classes there is one part, and files differ in their pairs.
+        part = (
+            self.part.removesuffix(" classes")
+            if self.results.classes[self.part]
+            else f"{self.results.pairs:,} pairs"
+        )
+        return f"{part} {MEASURES[self.figure]}"
 
     def row(self, name: str) -> BenchRow | None:
         row = self.results.rows.get(name)
@@ -629,8 +634,9 @@ def format_benches(benches: Sequence[BenchResults], links: Sequence[str]) -> lis
     """Format results of `compare.py --vectors` as one table of figures and one of differences.
 
     Args:
-        benches: the results of one or more files, with labels. Rows have the order of the first;
-            rows that only others have follow.
+        benches: the results of one or more files, all with labels, or all without and then with
+            other numbers of pairs. Rows have the order of the first; rows that only others have
+            follow.
         links: the addresses of their full pages, as the document links to them.
 
     Returns:
@@ -639,32 +645,42 @@ def format_benches(benches: Sequence[BenchResults], links: Sequence[str]) -> lis
 
     Raises:
         IndexError: there are no results.
-        ValueError: `links` has another number of entries, or results have no labels, or no map
-            besides old/old and new/new.
+        ValueError: `links` has another number of entries, or results have no map besides old/old
+            and new/new.
         KeyError: a row lacks a part of its test.
     """
     parts = [(results, part) for results in benches for part in results.queries]
-    columns = [_Column(*one, figure) for one in parts for figure in (*FIGURES, "known_item")]
+    has_classes = all(results.classes[part] for results, part in parts)
+    deciding = FIGURES if has_classes else ("agreement", "known_item")
+    figures = dict.fromkeys((*deciding, "known_item"))
+    columns = [_Column(*one, figure) for one in parts for figure in figures]
     names = list(dict.fromkeys(name for results in benches for name in results.rows))
     lines = table_head("maps", *(one.title for one in columns), "fit", "parameters")
     lines[0] = lines[0].replace("| method |", "| row |")
     for name in names:
         rows = [results.rows[name] for results in benches if name in results.rows]
-        fits = " / ".join(f"{row.seconds:.0f}" for row in rows)
+        fits = " / ".join(
+            f"{results.rows[name].seconds:.0f}" if name in results.rows else "-"
+            for results in benches
+        )
         last = [f"{fits} s", f"{rows[0].parameters:,}"] if rows[0].parameters else ["-", "-"]
-        label = f"**{name}**" if name == OUR_MAP else name
+        label = f"**{name}**" if name == benches[0].our_row else name
         cells = [_percent(one.value(name)) for one in columns]
         lines.append(f"| {' | '.join((label, rows[0].maps, *cells, *last))} |")
-    compared = [one for one in columns if one.figure in FIGURES]
-    lines += ["", "In points, with 95 % intervals over classes:", ""]
-    titles = [f"{one.title} less {base}" for base in (STAY, OUR_MAP) for one in compared]
-    lines += table_head(*titles)
+    compared = [one for one in columns if one.figure in deciding]
+    over = "classes" if has_classes else "queries"
+    lines += ["", f"In points, with 95 % intervals over {over}:", ""]
+    # A search without a map has no known items, so nothing is compared with it by them.
+    differences = [
+        (base, one, ours)
+        for base, ours in ((STAY, False), (benches[0].our_row, True))
+        for one in compared
+        if base is not None and (ours or one.figure != "known_item")
+    ]
+    lines += table_head(*(f"{one.title} less {base}" for base, one, _ in differences))
     lines[-2] = lines[-2].replace("| method |", "| row |")
     for name in names[1:]:
-        cells = [
-            format_points(one.difference(name, to_ours=ours)) for ours in (False, True)
-            for one in compared
-        ]  # fmt: skip
+        cells = [format_points(one.difference(name, to_ours=ours)) for _, one, ours in differences]
         lines.append(f"| {' | '.join((name, *cells))} |")
     return [*lines, "", *_about_vectors(benches, links, names, compared), ""]
 
@@ -680,9 +696,11 @@ def _about_vectors(
     for results, link in zip(benches, links, strict=True):
         tests = " and ".join(
             f"{count} queries of {results.classes[part]} {part}"
+            if results.classes[part]
+            else f"{count} queries"
             for part, count in results.queries.items()
         )
-        minutes = sum(row.seconds for row in results.rows.values()) / 60
+        minutes = results.seeds * sum(row.seconds for row in results.rows.values()) / 60
         made.append(
             f"`{results.command}`: {results.pairs} training pairs, {tests}; all maps were fitted "
             f"in {minutes:.0f} minutes ([every figure]({link}))."
@@ -690,8 +708,10 @@ def _about_vectors(
     made.append(f"{benches[0].machine}; {describe_bench_seeds(benches[0])}.")
     maps = [name for name in names if name not in (STAY, REEMBED)]
     notes = [_wrapped(" ".join(made)), "", _wrapped(f"Best: {_best_maps(columns, maps)}.", "- ")]
-    for base, to_ours in ((STAY, False), (OUR_MAP, True)):
-        for side, word in ((1, "above"), (-1, "below")):
+    if not all(one.results.classes[one.part] for one in columns):
+        return notes
+    for base, to_ours in ((STAY, False), (benches[0].our_row, True)):
+        for side, word in ((1, "above"), (-1, "below")) if base is not None else ():
             found = []
             for one in columns:
                 signs = {name: one.difference(name, to_ours=to_ours) for name in maps}

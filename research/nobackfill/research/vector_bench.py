@@ -15,9 +15,9 @@ Each test item queries all others. With labels, items of its class are relevant 
 agreement@10 is the share of the new model's own ten hits that a row also returns. known-item is the
 share of items that are the nearest item to their own new vector.
 
-Every difference is measured against the old model (old/old) and against our own row, paired by
-query, over all seeds. Its 95 % interval draws classes where there are at least ten, and queries
-otherwise.
+Every difference is measured against the old model (old/old) and against our own row (the first of
+residual_side and residual that was run), paired by query, over all seeds. Its 95 % interval draws
+classes where there are at least ten, and queries otherwise.
 """
 
 import time
@@ -51,8 +51,8 @@ from nobackfill.research.rivals.rows import list_rivals
 _AGREEMENT = 10
 # Rows without a transform: the search of the old model, and of the new model after a re-embedding.
 STAY, REEMBED = "old/old", "new/new"
-# Our own row, the default of training with side-information.
-OUR_MAP = "residual_side"
+# Our own rows: the default of training with side-information, and without.
+OUR_MAPS = ("residual_side", "residual")
 # Orders in which a gallery is re-embedded.
 RANDOM = "random"
 ORDERS = (RANDOM, "uncertainty", "gain")
@@ -262,7 +262,7 @@ class BenchRow(ResultPart):
         maps: which vectors it maps: items, queries or none.
         figures: mean over queries and seeds, 0 to 1, by part of the test and name.
         differences: the same minus those of old/old.
-        against_ours: the same minus those of residual_side; empty for itself, or if it was not run.
+        against_ours: the same minus those of our own row; empty for itself, or if none was run.
         backfill: mean over the curve from the mapped to the re-embedded gallery, by part, order and
             figure; only of a row that predicts variances.
         against_random: the same minus that of the random order.
@@ -302,6 +302,13 @@ class BenchResults(ResultPart):
     queries: dict[str, int]
     classes: dict[str, int]
     rows: dict[str, BenchRow]
+
+    @property
+    def our_row(self) -> str | None:
+        """The name of our own row, the first of OUR_MAPS that was run; None without one."""
+        return next(
+            (one for one in OUR_MAPS if one in self.rows and not self.rows[one].refusal), None
+        )
 
 
 PerRow = dict[str, PerQuery]
@@ -374,13 +381,14 @@ def compare_vectors(
             if curves := _backfill(rival, gallery, vectors):
                 curves_of.setdefault(name, []).append(curves)
     parts = vectors.test_parts()
+    our_row = next((name for name in OUR_MAPS if name in runs_of), None)
     rows = {}
     for name in (STAY, REEMBED, *selected):
         if name in refused:
             rows[name] = BenchRow(maps=maps[name], refusal=refused[name])
             continue
         runs, times = runs_of[name], seconds.get(name, [0.0])
-        ours = runs_of.get(OUR_MAP) if name != OUR_MAP else None
+        ours = None if our_row is None or our_row == name else runs_of[our_row]
         by_order = {
             order: [curves[order] for curves in curves_of[name]]
             for order in (ORDERS if name in curves_of else ())
@@ -563,7 +571,7 @@ def _against_ours(results: BenchResults, part: str, figures: Sequence[str]) -> l
     rows = {name: row for name, row in results.rows.items() if part in row.against_ours}
     if not rows:
         return []
-    lines = ["", f"Less {OUR_MAP}, in points:", ""]
+    lines = ["", f"Less {results.our_row}, in points:", ""]
     lines += [f"| {' | '.join(('row', *(MEASURES[name] for name in figures)))} |"]
     lines += ["|---" * (len(figures) + 1) + "|"]
     for name, row in rows.items():
