@@ -316,6 +316,7 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
     for words, sentence in (
         (("--data", "digits"), "leave out --data"),
         (("--methods", "afine"), "there is no method afine"),
+        (("--development",), "leave out --development"),
     ):
         refused = run_here(app, *command, *words)
         assert refused.returncode == 78 and sentence in refused.stderr

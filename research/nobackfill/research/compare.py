@@ -231,6 +231,7 @@ def main(
     if vectors:
         others = {
             "--data": data, "--page": page, "--images": images, "--once": first_seed_methods,
+            "--development": development or None,
         }  # fmt: skip
         if ignored := [name for name, value in others.items() if value is not None]:
             raise ConfigurationError(
