@@ -4,8 +4,9 @@ Needs the extra `llama-index`.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.extras import require_extra
@@ -29,6 +30,7 @@ with require_extra("llama-index"):
     )
     from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
+_Answer = TypeVar("_Answer")
 # Key of the metadata with the id of the node: a gateway filters by metadata only.
 _NODE_ID = "_node_id"
 # Operators with another name in `compare`. A list of a gateway passes if one of its elements does.
@@ -37,6 +39,16 @@ _COMPARISONS: Mapping[FilterOperator, str] = {
     FilterOperator.ANY: "in",
     FilterOperator.CONTAINS: "==",
 }
+
+
+def _on_thread(method: Callable[..., _Answer]) -> Callable[..., Coroutine[Any, Any, _Answer]]:
+    """Return a method that calls another one on a thread, which goes on if it is cancelled."""
+
+    @wraps(method)
+    async def call(*arguments: Any, **options: Any) -> _Answer:
+        return await asyncio.to_thread(method, *arguments, **options)
+
+    return call
 
 
 class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
@@ -235,110 +247,13 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             ids=[one.id for one in hits],
         )
 
-    async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
-        """Store nodes on a thread, as `add` does.
-
-        Other tasks of the event loop go on. If the caller is cancelled, the thread goes on all the
-        same.
-
-        Raises:
-            ValueError: The store has a `release`, and a node has no embedding.
-            InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
-                stored. Or the gateway refused nodes, and stored the others.
-            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
-            ItemQuotaError: The token's galleries would hold too many items.
-            CannotWriteError: The gallery cannot be written.
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        return await asyncio.to_thread(self.add, nodes)
-
-    async def adelete(self, ref_doc_id: str, **_: Any) -> None:
-        """Delete all nodes of a document on a thread, as `delete` does.
-
-        An unknown document is ignored.
-
-        Raises:
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            CannotWriteError: The gallery cannot be written; some items may be deleted.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        await asyncio.to_thread(self.delete, ref_doc_id)
-
-    async def adelete_nodes(
-        self,
-        node_ids: list[str] | None = None,
-        filters: MetadataFilters | None = None,
-        **_: Any,
-    ) -> None:
-        """Delete nodes on a thread, as `delete_nodes` does.
-
-        Without ids and filters, nothing is deleted; an empty list of ids matches no node.
-
-        Raises:
-            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
-                not have.
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            CannotWriteError: The gallery cannot be written; some items may be deleted.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters)
-
-    async def aclear(self) -> None:
-        """Delete every item with a text on a thread.
-
-        Raises:
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            CannotWriteError: The gallery cannot be written; some items may be deleted.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        await asyncio.to_thread(self.clear)
-
-    async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        """Return nodes from a thread, as `get_nodes` does.
-
-        Without ids and filters, every node is returned; an empty list of ids matches no node.
-
-        Raises:
-            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
-                not have.
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
-
-    async def aquery(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
-        """Search on a thread, as `query` does.
-
-        Raises:
-            InvalidInputError: Another mode than the default one, an operator that a gateway does
-                not have, no query of the kind that the store needs, or a number of nodes outside 1
-                to 1000.
-            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
-            NotFoundError: No such gallery.
-            VerificationError: The gallery is damaged and set aside.
-            NotPermittedError: The gateway refuses the token.
-            BusyError: The gateway has too much work.
-            UnavailableError: The gateway does not answer within the connection's seconds.
-        """
-        return await asyncio.to_thread(self.query, query)
+    # LlamaIndex's own would call them on the event loop, which would wait for the gateway.
+    async_add = _on_thread(add)
+    adelete = _on_thread(delete)
+    adelete_nodes = _on_thread(delete_nodes)
+    aclear = _on_thread(clear)
+    aget_nodes = _on_thread(get_nodes)
+    aquery = _on_thread(query)
 
 
 class LlamaIndexRetriever(BaseRetriever):  # type: ignore[misc]
