@@ -140,7 +140,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
         f"{_TRAINING}.cli.evaluate:_report",
         f"{_TRAINING}.cli.evaluate:_protocol_report",
         f"{_TRAINING}.cli.evaluate:_figures",
-        "nobackfill.quality.retrieval:_evaluate",
+        "nobackfill.quality.retrieval:evaluate_cells",
         "nobackfill.quality.retrieval:_recognition",
         "nobackfill.quality.criterion:_judge",
         "nobackfill.quality.criterion:_strict",

@@ -56,10 +56,10 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
-    report, opened = AddTextsReport(), dict[str, TextModel]()
+    report, models = AddTextsReport(), dict[str, TextModel]()
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
-        _store(device, opened, list(_readable(batch, report)), report)
+        _store(device, models, list(_readable(batch, report)), report)
     return report
 
 
@@ -125,20 +125,20 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
 
 
 def _open_encoders(
-    device: GalleryFile, opened: dict[str, TextModel]
+    device: GalleryFile, models: dict[str, TextModel]
 ) -> list[tuple[Manifest, TextModel]]:
     """Open the text encoders of the active space and, if its release embeds texts, of the space
     that a rollback would return to.
 
-    `opened` holds those of earlier calls, by space. Raises NoEncoderError if the active release
+    `models` holds those of earlier calls, by space. Raises NoEncoderError if the active release
     embeds no texts.
     """
     active, *previous = device.embedding_manifests()
     manifests = [active, *(one for one in previous if one.text_encoder is not None)]
     for manifest in manifests:
-        if manifest.space not in opened:
-            opened[manifest.space] = open_text_encoder(device.models, manifest, count_cores())
-    return [(manifest, opened[manifest.space]) for manifest in manifests]
+        if manifest.space not in models:
+            models[manifest.space] = open_text_encoder(device.models, manifest, count_cores())
+    return [(manifest, models[manifest.space]) for manifest in manifests]
 
 
 def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[TextLine]:
@@ -152,12 +152,12 @@ def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[Tex
 
 
 def _store(
-    device: GalleryFile, opened: dict[str, TextModel], batch: list[TextLine], report: AddTextsReport
+    device: GalleryFile, models: dict[str, TextModel], batch: list[TextLine], report: AddTextsReport
 ) -> None:
     # The last text of an id wins, and a batch holds each id once.
     batch = list({line.id: line for line in batch}.values())
     while batch:
-        active_encoders = _open_encoders(device, opened)
+        active_encoders = _open_encoders(device, models)
         try:
             vectors = [
                 NewVectors(m.space, model.run([line.text for line in batch], "document"), None)
@@ -174,7 +174,7 @@ def _store(
                 return
             # The tokenizer rejects at least one text: find it by storing one at a time.
             for line in batch:
-                _store(device, opened, [line], report)
+                _store(device, models, [line], report)
             return
         device.store.put(
             [line.id for line in batch],

@@ -66,8 +66,15 @@ class DeviceHit(answers.Hit):
             id, path, distance, score (a probability, or None without calibration), release, origin
             and beyond_calibration.
         """
-        keys = ("id", "path", "distance", "score", "release", "origin", "beyond_calibration")
-        return {key: getattr(self, key) for key in keys}
+        return {
+            "id": self.id,
+            "path": self.path,
+            "distance": self.distance,
+            "score": self.score,
+            "release": self.release,
+            "origin": self.origin,
+            "beyond_calibration": self.beyond_calibration,
+        }
 
 
 @dataclass(frozen=True)
