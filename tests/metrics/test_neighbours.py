@@ -38,11 +38,8 @@ def test_hubness_skewness_is_scipys() -> None:
     rng = np.random.default_rng(1)
     neighbours = np.minimum(rng.geometric(0.1, size=(200, 5)) - 1, 39)
     counts = [sum(int(n == item) for n in neighbours.ravel()) for item in range(40)]
-    ours = hubness(neighbours, 40)
-    assert ours.skewness == pytest.approx(skew(counts))
-    assert ours.orphan_share == pytest.approx(np.mean(np.array(counts) == 0))
-    assert ours.largest_hub_share == pytest.approx(max(counts) / 200)
-    assert hubness(np.array([[0], [1]]), 2).skewness == 0
+    assert hubness(neighbours, 40) == pytest.approx(skew(counts))
+    assert hubness(np.array([[0], [1]]), 2) == 0
     with pytest.raises(ValueError, match="expected positions below 3"):
         hubness(np.array([[3]]), 3)
 

@@ -19,7 +19,12 @@ def mean_by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
     Raises:
         ValueError: The lengths differ.
     """
-    labels = _check_labels(per_query, labels)
+    labels = np.asarray(labels)
+    if labels.shape != per_query.shape:
+        raise ValueError(
+            "labels of queries: expected one for each query, an array of the shape "
+            f"{per_query.shape}, got {labels.shape}; pass a label for each query"
+        )
     answerable = ~np.isnan(per_query)
     return {
         int(label): float(per_query[answerable & (labels == label)].mean())
@@ -44,13 +49,3 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
         )
     label = min(values, key=values.__getitem__)
     return label, values[label]
-
-
-def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
-    labels = np.asarray(labels)
-    if labels.shape != per_query.shape:
-        raise ValueError(
-            "labels of queries: expected one for each query, an array of the shape "
-            f"{per_query.shape}, got {labels.shape}; pass a label for each query"
-        )
-    return labels

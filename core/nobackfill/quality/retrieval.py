@@ -364,7 +364,7 @@ def evaluate_cells(
             "map": mean_of_answerable(cell.map),
             f"map_at_{MAP_AT}": mean_of_answerable(average_precision_at(cell.ranking, MAP_AT)),
             "worst_class_map": worst_map,
-            "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
+            "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items),
             **_recognition(*vectors, relevance, metric),
             "queries": float(len(queries.listing)),
             "items": float(items),

@@ -248,7 +248,7 @@ def per_query_figures(figures: CellFigures) -> dict[str, PerQuery]:
 
 def _hubness(queries: Floats, gallery: Floats, test: Evaluation) -> float:
     near, _ = exact_neighbours(queries, gallery, min(HUB_NEIGHBOURS + 1, len(gallery)), test.metric)
-    return hubness(near, len(gallery)).skewness
+    return hubness(near, len(gallery))
 
 
 def _logged(stats: Path) -> dict[str, float]:
