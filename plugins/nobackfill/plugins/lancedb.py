@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +34,7 @@ from nobackfill.adopt.sources.source import (
     lock_by_file,
     old_name_after_flip,
     parse_store_metric,
+    refuse_lost_vectors,
     time_reading,
 )
 from nobackfill.errors import (
@@ -805,11 +807,7 @@ class LanceSource:
             if old_there[row] and (digest or "")[_DIGEST:] != _content_digest(new.vectors[row])
         ]
         losses: int = len(changed) + old_there.count(False)
-        if losses and not allow_loss:
-            raise InvalidInputError(
-                f"{self._name}: {losses} rows were written since the flip and have no old vector; "
-                "to lose them, run `nobackfill migrate back --yes`"
-            )
+        refuse_lost_vectors(self._name, losses, "rows", allow_loss=allow_loss)
         self.clear_values([new.keys[row] for row in changed], old)
         with _translate_errors(self._name):
             self.table.alter_columns(
@@ -917,12 +915,7 @@ class NewLanceColumn:
         orphans = self._without_old(window, old, digests)
         source.clear_values([rows.keys[row] for row in stale] + orphans, new, digests)
         pending_rows = sorted({row for row, one in enumerate(present) if not one} | set(stale))
-        return Rows(
-            [rows.ids[row] for row in pending_rows],
-            rows.vectors[pending_rows],
-            [rows.keys[row] for row in pending_rows],
-            [current[row] for row in pending_rows],
-        )
+        return replace(rows, versions=current).select(pending_rows)
 
     def _without_old(self, window: Window, old: str, digests: str) -> list[Any]:
         """Return the keys of rows with a new vector of ours that have no old one, or that have left

@@ -20,7 +20,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from nobackfill.adopt.sources.source import (
     lock_by_address,
     parse_server_address,
     parse_store_metric,
+    refuse_lost_vectors,
     stack_vectors,
 )
 from nobackfill.errors import (
@@ -831,11 +832,7 @@ class QdrantSource:
                 and not notes[name].matches("new", other)
             ]
         losses = without_old + len(stale)
-        if losses and not allow_loss:
-            raise InvalidInputError(
-                f"{self._name}: {losses} points were written since the flip and have no old "
-                "vector; to lose them, run `nobackfill migrate back --yes`"
-            )
+        refuse_lost_vectors(self._name, losses, "points", allow_loss=allow_loss)
         for first in range(0, len(stale), _PAGE):
             with suppress(NotFoundError), translated_errors(self._name):
                 self._client.delete_vectors(self._name, [old], stale[first : first + _PAGE])
@@ -1088,12 +1085,8 @@ class NewNamedVectors:
                 stale.append(point.id)
         self._delete(stale)
         left = [row for row, name in enumerate(rows.ids) if name in versions]
-        return Rows(
-            [rows.ids[row] for row in left],
-            rows.vectors[left],
-            [rows.keys[row] for row in left],
-            [versions[rows.ids[row]] for row in left],
-        )
+        some = rows.select(left)
+        return replace(some, versions=[versions[name] for name in some.ids])
 
     def _delete(self, keys: list[Any]) -> None:
         """Delete new vectors of points; those that were deleted meanwhile are ignored."""

@@ -36,6 +36,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     lock_by_file,
     old_name_after_flip,
+    refuse_lost_vectors,
     stack_vectors,
 )
 from nobackfill.errors import (
@@ -1183,11 +1184,7 @@ class SqliteVecSource:
                     seen.add(row.key)
                     if row.key not in there or noted.get(row.key) != row.digest():
                         stale.append(row.key)
-            if stale and not allow_loss:
-                raise InvalidInputError(
-                    f"{table.name}: {len(stale)} rows were written since the flip and have no old "
-                    "vector; to lose them, run `nobackfill migrate back --yes`"
-                )
+            refuse_lost_vectors(table.name, len(stale), "rows", allow_loss=allow_loss)
             # A row that was deleted or changed since the flip has no old vector any more.
             old.delete([key for key in there if key not in seen or key in set(stale)])
             database.query_all("DELETE FROM nobackfill_items WHERE map = ?", items)

@@ -6,7 +6,7 @@ each item's content; the file of lazy re-embedding (natives.db) records a digest
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -475,7 +475,8 @@ class NativeVectorComputer:
                 "option out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
-        return _select(rows, places), normalise(made) if self._directions else made
+        some = rows if len(places) == len(rows) else rows.select(places)
+        return some, normalise(made) if self._directions else made
 
     def recompute(self, rows: Rows) -> None:
         """Return None, because to embed items again costs as much as the first time.
@@ -607,16 +608,4 @@ def _dimension(source: Source, contents: Originals, embedder: Embedder) -> int:
     raise InvalidInputError(
         f"{source.facts().name}: the new model could embed none of the items that were tried "
         f"({_TRIED} of every {WINDOW_ROWS} in the store); check --with, and --column or --items"
-    )
-
-
-def _select(rows: Rows, places: Sequence[int]) -> Rows:
-    """Select rows by their numbers."""
-    if len(places) == len(rows):
-        return rows
-    return Rows(
-        [rows.ids[row] for row in places],
-        rows.vectors[np.asarray(places, np.int64)],
-        [rows.keys[row] for row in places] if len(rows.keys) else (),
-        [rows.versions[row] for row in places] if len(rows.versions) else (),
     )

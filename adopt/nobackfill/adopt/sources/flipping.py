@@ -25,7 +25,7 @@ from nobackfill.adopt.sources.copied import (
     matches_sketch,
     rows_from_records,
 )
-from nobackfill.adopt.sources.source import Rows, Target, Window
+from nobackfill.adopt.sources.source import Rows, Target, Window, refuse_lost_vectors
 from nobackfill.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -350,11 +350,7 @@ class FlippingSource(CopiedSource):
             losses += len(written)
             digests.append(_short(list(new.values())))
             gone += [key for key in old if key in written or key not in new]
-        if losses and not allow_loss:
-            raise InvalidInputError(
-                f"{self._name}: {losses} items were written since the flip and have no old vector; "
-                "to lose them, run `nobackfill migrate back --yes`"
-            )
+        refuse_lost_vectors(self._name, losses, "items", allow_loss=allow_loss)
         if gone:
             self._remove_old(original, gone)
         self._store.record_facts(copy.name, {_FLIP: _BACK})
@@ -499,13 +495,7 @@ class FlippingCopy(CollectionCopy):
             keys = [one.key for one in rows.keys if isinstance(one, Record)]
             theirs = self._copy.existing_keys(keys)
             left = [row for row, key in enumerate(keys) if key not in theirs]
-            rows = Rows(
-                [rows.ids[row] for row in left],
-                rows.vectors[left],
-                [rows.keys[row] for row in left],
-                [rows.versions[row] for row in left],
-            )
-            vectors = vectors[left]
+            rows, vectors = rows.select(left), vectors[left]
         if len(rows):
             super().write(rows, vectors)
 

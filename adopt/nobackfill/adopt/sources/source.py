@@ -100,6 +100,19 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def select(self, places: Sequence[int]) -> "Rows":
+        """Return the items with these numbers, in their order.
+
+        Raises:
+            IndexError: There is no such item.
+        """
+        return Rows(
+            [self.ids[row] for row in places],
+            self.vectors[np.asarray(places, np.int64)],
+            [self.keys[row] for row in places] if len(self.keys) else (),
+            [self.versions[row] for row in places] if len(self.versions) else (),
+        )
+
 
 @dataclass(frozen=True)
 class Target:
@@ -914,6 +927,25 @@ def old_name_after_flip(column: str) -> str:
     end = b"_before"
     start = column.encode("utf-8", "surrogateescape")[: LONGEST_NAME_BYTES - len(end)]
     return (start.decode("utf-8", "ignore").encode() + end).decode()
+
+
+def refuse_lost_vectors(name: str, count: int, kind: str, *, allow_loss: bool) -> None:
+    """Refuse to undo a flip if items would lose their only vector, unless that is allowed.
+
+    Args:
+        name: The store, for messages.
+        count: The number of items without an old vector.
+        kind: The word for them, such as rows.
+        allow_loss: Whether they may lose it.
+
+    Raises:
+        InvalidInputError: There are such items, and `allow_loss` is False.
+    """
+    if count and not allow_loss:
+        raise InvalidInputError(
+            f"{name}: {count} {kind} were written since the flip and have no old vector; to lose "
+            "them, run `nobackfill migrate back --yes`"
+        )
 
 
 def value_as_text(value: object) -> str:
