@@ -19,7 +19,7 @@ from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorComputer
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from nobackfill.adopt.migrating import Migration, MigrationPlan
-from nobackfill.adopt.pairs import choose_sample_with_query_items
+from nobackfill.adopt.pairs import include_query_items, sample_spread_rows
 from nobackfill.adopt.sources.source import Rows, Window
 from nobackfill.errors import PreconditionError
 from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
@@ -37,11 +37,12 @@ def test_the_sample_holds_the_items_of_queries() -> None:
     vectors = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
     rows = Rows([str(number) for number in range(2000)], vectors)
     wanted = [str(number) for number in range(0, 2000, 50)]
-    chosen = choose_sample_with_query_items(rows, 100, [*wanted, "unknown"])
+    ids, random = set(rows.ids), sample_spread_rows(rows, 100)
+    chosen = include_query_items(random, ids, [*wanted, "unknown"])
     assert len(chosen) == len(set(chosen)) == 100 and set(wanted) <= set(chosen)
-    many = choose_sample_with_query_items(rows, 100, rows.ids[::-1])
+    many = include_query_items(random, ids, rows.ids[::-1])
     assert len(many) == len(set(many)) == 100
-    assert set(choose_sample_with_query_items(rows, 2000, wanted)) == set(rows.ids)
+    assert set(include_query_items(rows.ids, ids, wanted)) == ids
 
 
 def text_of(number: int) -> str:

@@ -242,31 +242,20 @@ def _cluster_count(count: int) -> int:
     return min(MOST_CLUSTERS, max(1, count // 8))
 
 
-def choose_sample_with_query_items(
-    rows: Rows, count: int, queried: Sequence[str], seed: int = 0
+def include_query_items(
+    choice: list[str], ids: Collection[str], queried: Sequence[str]
 ) -> list[str]:
-    """Choose items as `sample` does, and replace some of them by items of queries.
-
-    An id that is listed twice counts once. At least half of the sample is chosen at random.
+    """Replace some items of a sample by items of queries; at least half of it stays.
 
     Args:
-        rows: All items.
-        count: Number of items to choose, 1 to all.
+        choice: The ids of the sample.
+        ids: The ids of all items.
         queried: Ids of items that test queries should find, in order of preference. Unknown ids
-            are ignored, and at most half of the sample is replaced.
-        seed: Seed of the random choice, as in `sample`.
+            are ignored, and an id that is listed twice counts once.
 
     Returns:
-        `count` ids; the items of queries that replaced others come last.
-
-    Raises:
-        InvalidInputError: As `sample`. `count` is less than 1 or more than there are items.
+        As many ids; the items of queries that replaced others come last.
     """
-    return _with_queried(sample_spread_rows(rows, count, seed), set(rows.ids), queried)
-
-
-def _with_queried(choice: list[str], ids: Collection[str], queried: Sequence[str]) -> list[str]:
-    """Replace up to half of a random choice by those items of queries that are among all `ids`."""
     chosen, items = set(choice), set(queried)
     spare = [name for name in choice if name not in items]
     missing = [name for name in dict.fromkeys(queried) if name in ids and name not in chosen]
@@ -297,8 +286,7 @@ class SourceSample:
 def sample_source(
     source: Source, count: int, queried: Sequence[str] = (), seed: int = 0
 ) -> SourceSample:
-    """Choose items of a source as `choose_sample_with_query_items` does, without holding all of
-    them in memory.
+    """Choose items of a source as `sample_spread_rows` does, without holding all of them in memory.
 
     A source with more items than both 20,000 and twice the sample is read twice: k-means is fitted
     to random items of the first pass, and the second pass draws from each cluster. If an item
@@ -307,7 +295,7 @@ def sample_source(
     Args:
         source: The source; nothing is written.
         count: Number of items to choose, at least 1; all are chosen if there are fewer.
-        queried: Ids of items that test queries should find, as in `choose_sample_with_query_items`.
+        queried: Ids of items that test queries should find, as in `include_query_items`.
         seed: Seed of the random choices; the same seed chooses the same items of a source that has
             not changed.
 
@@ -331,12 +319,12 @@ def sample_source(
             f"{where}: expected items with vectors, found none; name another SOURCE"
         )
     if total == len(random):
-        ids = choose_sample_with_query_items(random, min(count, total), queried, seed)
+        choice = sample_spread_rows(random, min(count, total), seed)
     else:
         _check_count(min(count, total), total)
         choice = _draw_from_clusters(source, random, count, seed)
         _refuse_repeated(choice, where)
-        ids = _with_queried(choice, query_items, queried)
+    ids = include_query_items(choice, query_items, queried)
     return SourceSample(ids, total, query_items, random)
 
 
