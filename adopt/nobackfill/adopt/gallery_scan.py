@@ -606,9 +606,7 @@ class SetScan:
         near_old, near_new = self._of_old(old), self._of_new(new)
         corrected = self._of_corrected(new + hub)
         joint = np.empty_like(near_old)
-        for joining, half in zip(
-            self._one.rank_fusions, (self._one.in_first_half, ~self._one.in_first_half), strict=True
-        ):
+        for joining, half in self._halves:
             by_new = corrected if len(joining.hub_queries) else near_new
             joint[half] = fuse_nearness(joining.new_weight, near_old, by_new)[half]
         joint = np.where(nearest.numbers < 0, -np.inf, joint)
@@ -695,9 +693,7 @@ class SetScan:
         plain = self._plain_native(_bend(distances, self._queries.metric))
         odds: PerQuery = np.empty(native.shape)
         joint = np.where(items.numbers < 0, 0, items.joint)
-        for joining, half in zip(
-            self._one.rank_fusions, (self._one.in_first_half, ~self._one.in_first_half), strict=True
-        ):
+        for joining, half in self._halves:
             line = joining.native_line
             odds[:, half] = line.slope * plain[:, half] + line.migrated_weight * joint[half]
         return odds
