@@ -113,9 +113,7 @@ class GatewayFollower:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        outdated = self._galleries.sync_with_store(
-            lambda plan: self._serving.load_models(plan.model_manifests(), check_golden_probes)
-        )
+        outdated = self._galleries.sync_with_store(self._load_models)
         state = self._state.current
         planned = _planned_by(state)
         if planned != self._planned:
@@ -141,13 +139,16 @@ class GatewayFollower:
         if old and not self._stopping.is_set():
             self._cleanup.submit(self._serving.free_views_and_models, old)
 
+    def _load_models(self, plan: Plan) -> None:
+        self._serving.load_models(plan.model_manifests(), check_golden_probes)
+
     def _replan(self, hosted: HostedGallery) -> Plan:
         try:
-            return self._serving.replan_after_change(hosted, check_golden_probes)
+            return self._serving.replan_gallery(hosted, self._load_models)
         except NobackfillError:
             # The gallery may have moved to a release that was published a moment ago.
             self._catalog.refresh()
-            return self._serving.replan_after_change(hosted, check_golden_probes)
+            return self._serving.replan_gallery(hosted, self._load_models)
 
     def _listen(self, news: CommitSource) -> None:
         while not self._stopping.is_set():

@@ -220,7 +220,8 @@ class GatewayServer:
             models.result()
         state = self.state.current
         if not self.state.shared:
-            self.upgrading.forget_missing_galleries(self.galleries.names())
+            # A deletion may have been interrupted before it ended the pause.
+            self.upgrading.forget(set(state.paused) - self.galleries.names())
             # A recorded activation is resumed with the galleries as they are.
             if state.activation is None and state.active is not None:
                 for name, error in roll_back_galleries(self.galleries, state.active).items():

@@ -312,33 +312,6 @@ class PlanManager:
             self._followed &= needed
         return True
 
-    def replan_after_change(
-        self, hosted: HostedGallery, check: Callable[[Path, Manifest, Models], None]
-    ) -> Plan:
-        """Make a gallery's plan again after another gateway changed something; its models are
-        loaded first.
-
-        Args:
-            hosted: the gallery.
-            check: raises if the models of a release, just loaded here, do not answer as published.
-
-        Returns:
-            The replaced plan; the new one if it is the first.
-
-        Raises:
-            ConfigurationError: the gallery has a space of a release that is not published here; or
-                a release embeds texts, and the extra `text` is not installed.
-            NotFoundError: the gallery was deleted.
-            VerificationError: a file does not match its digest, or a model fails its check.
-            UnavailableError: the model server stops answering, or the database does not answer.
-            BusyError: the store is busy.
-            CannotWriteError: the publication's verified metadata cannot be stored.
-            DeadlineError: the call's time is over.
-        """
-        return self.replan_gallery(
-            hosted, lambda plan: self.load_models(plan.model_manifests(), check)
-        )
-
     def load_models(
         self, manifests: Iterable[Manifest], check: Callable[[Path, Manifest, Models], None]
     ) -> None:
@@ -350,7 +323,7 @@ class PlanManager:
 
         Args:
             manifests: the releases.
-            check: as in `replan_after_change`.
+            check: raises if the models of a release, just loaded here, do not answer as published.
 
         Raises:
             NotFoundError: a release is not published.

@@ -549,10 +549,6 @@ class CanaryMetrics(Collector):
             for kind in FEEDBACK_KINDS:
                 feedback.add_metric([name, kind], pair.feedback_counts[kind])
         yield from (queries, seconds, score, feedback)
-        yield from self._similarity_metrics()
-
-    def _similarity_metrics(self) -> Iterator[Metric]:
-        report = self._canaries.last_report()
         yield CounterMetricFamily(
             "nobackfill_canary_compared", "Queries that both pairs have answered.",
             value=report.compared_query_count,

@@ -378,13 +378,9 @@ def watch(
     with exit_on_error(), connect(server) as gateway:
         if gallery is None:
             for snapshot in gateway.watch_releases():
-                states = [
-                    f"{release.number}: {_word(_STATE(release.state))}" for release in snapshot
-                ]
-                by_number = {
-                    str(release.number): _word(_STATE(release.state)) for release in snapshot
-                }
-                typer.echo(json.dumps(by_number) if as_json else ", ".join(states))
+                states = {str(release.number): _word(_STATE(release.state)) for release in snapshot}
+                line = ", ".join(f"{number}: {state}" for number, state in states.items())
+                typer.echo(json.dumps(states) if as_json else line)
             return
         quality = None
         for job in gateway.watch_upgrade(gallery, by_key=by):

@@ -76,7 +76,6 @@ class IndexMaintenance:
         # alone.
         self._paused_until: WeakKeyDictionary[HostedInFile, float] = WeakKeyDictionary()
         self._stopping = threading.Event()
-        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
 
     def start(self) -> None:
@@ -97,7 +96,6 @@ class IndexMaintenance:
         pool.
         """
         self._stopping.set()
-        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         self._makers.shutdown(cancel_futures=True)
@@ -113,7 +111,7 @@ class IndexMaintenance:
                 for hosted in self._galleries():
                     if isinstance(hosted, HostedInFile):
                         self._queue_if_due(hosted)
-            self._wake.wait(_POLL_SECONDS)
+            self._stopping.wait(_POLL_SECONDS)
 
     @contextlib.contextmanager
     def _isolate(self, hosted: HostedInFile) -> Iterator[None]:

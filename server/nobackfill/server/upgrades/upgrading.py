@@ -606,23 +606,6 @@ class GalleryUpgrades:
         """
         return gallery in self._state.current.paused
 
-    def forget_missing_galleries(self, galleries: set[str]) -> None:
-        """Forget pauses of galleries that do not exist; called at the start, after an interrupted
-        deletion.
-
-        Without such pauses it only notifies `change_counter`.
-
-        Args:
-            galleries: names of existing galleries.
-
-        Raises:
-            CannotWriteError: the state cannot be written.
-            BusyError, UnavailableError: the database is busy, or does not answer.
-            VerificationError: the state in the database is damaged, or a newer version wrote it.
-            ConfigurationError: the database refuses the statement.
-        """
-        self.forget(set(self._state.current.paused) - galleries)
-
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of deleted galleries.
 

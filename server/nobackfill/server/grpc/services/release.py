@@ -108,48 +108,6 @@ _FAILURES = {
 }
 
 
-def count_sync_report(
-    report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool
-) -> None:
-    """Count a device's report of a sync in the metrics; nothing else is stored.
-
-    A sync whose probes did not pass counts as the failure `probes`. Its seconds count only without
-    a failure, `neighbours_kept` always.
-
-    Args:
-        report: the report.
-        metrics: the gateway's metrics.
-        is_published: the report's release is published here; otherwise the report is refused.
-
-    Raises:
-        InvalidInputError: the release is not published here, the failure is unknown, seconds are
-            not from 0 to below 1e9, or neighbours_kept is not from 0 to 1; nothing is counted then.
-    """
-    neighbours_kept = report.neighbours_kept if report.HasField("neighbours_kept") else 0.0
-    is_valid = (
-        is_published
-        and report.failure in _FAILURES
-        and 0 <= report.seconds < 1e9
-        and 0 <= neighbours_kept <= 1
-    )
-    if not is_valid:
-        raise InvalidInputError(
-            "report: expected a release that is published here, a failure that the .proto file "
-            "defines, seconds from 0 to below 1e9, and neighbours_kept from 0 to 1; got "
-            f"{'' if is_published else 'the unknown '}release {report.release}, failure "
-            f"{report.failure}, {report.seconds:g} s and {neighbours_kept:g}; correct the report"
-        )
-    release = str(report.release)
-    failure = _FAILURES[report.failure]
-    if failure == "none" and not report.probes_passed:
-        failure = "probes"
-    metrics.devices.syncs.labels(release, failure).inc()
-    if failure == "none":
-        metrics.devices.sync_seconds.labels(release).observe(report.seconds)
-    if report.HasField("neighbours_kept"):
-        metrics.devices.neighbours_kept.labels(release).observe(neighbours_kept)
-
-
 _ROLLOUTS: dict[int, RolloutName | None] = {
     pb.ROLLOUT_UNSPECIFIED: None,
     pb.ROLLOUT_DIRECT: "direct",
@@ -313,15 +271,39 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> pb.ReportSyncResponse:
         """Count a device's report of a sync in the metrics; nothing else is stored.
 
+        A sync whose probes did not pass counts as the failure `probes`. Its seconds count only
+        without a failure, `neighbours_kept` always.
+
         Raises:
-            InvalidInputError: the release is not published here, the failure is unknown, or a
-                number is out of its range.
+            InvalidInputError: the release is not published here, the failure is unknown, seconds
+                are not from 0 to below 1e9, or neighbours_kept is not from 0 to 1; nothing is
+                counted then.
         """
-        count_sync_report(
-            request,
-            self._metrics,
-            is_published=request.release in self._catalog.withdrawal_by_release,
+        is_published = request.release in self._catalog.withdrawal_by_release
+        neighbours_kept = request.neighbours_kept if request.HasField("neighbours_kept") else 0.0
+        is_valid = (
+            is_published
+            and request.failure in _FAILURES
+            and 0 <= request.seconds < 1e9
+            and 0 <= neighbours_kept <= 1
         )
+        if not is_valid:
+            raise InvalidInputError(
+                "report: expected a release that is published here, a failure that the .proto file "
+                "defines, seconds from 0 to below 1e9, and neighbours_kept from 0 to 1; got "
+                f"{'' if is_published else 'the unknown '}release {request.release}, failure "
+                f"{request.failure}, {request.seconds:g} s and {neighbours_kept:g}; correct the "
+                "report"
+            )
+        release = str(request.release)
+        failure = _FAILURES[request.failure]
+        if failure == "none" and not request.probes_passed:
+            failure = "probes"
+        self._metrics.devices.syncs.labels(release, failure).inc()
+        if failure == "none":
+            self._metrics.devices.sync_seconds.labels(release).observe(request.seconds)
+        if request.HasField("neighbours_kept"):
+            self._metrics.devices.neighbours_kept.labels(release).observe(neighbours_kept)
         return pb.ReportSyncResponse()
 
     def _is_gone(self) -> bool:

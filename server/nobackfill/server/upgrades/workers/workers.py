@@ -242,32 +242,78 @@ class WorkerUpgrades:
         self, store: GalleryStore, route: Route, target: SpaceSpec,
         on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
     ) -> UpgradeOutcome:  # fmt: skip
-        """Fill a space from the active space of a gallery, as `run_by_workers` does.
+        """Fill a space from the active space of a gallery, as `gallery.staging.run_upgrade` does in
+        one thread.
+
+        The missing items are handed out in passes, until a whole pass finds none. Running it again
+        continues where an earlier run ended. Listeners of the store hear of the labels of each
+        piece, and at an error of all labels that may have been written.
 
         Args:
             store: the gallery, which must be in PostgreSQL.
             route: upgrades from the active space's release to the target's.
             target: the space to fill; it is created if it is missing.
             on_progress: called with the progress after each piece.
-            should_stop: called before each piece; True stops the upgrade.
+            should_stop: called before each piece; True stops the upgrade, once the pieces under way
+                have ended.
 
         Returns:
-            The result; its `was_stopped` is True if `should_stop` was.
+            The number of vectors that were written, of items without one, and whether `should_stop`
+            ended it.
 
         Raises:
-            UnavailableError, BusyError, VerificationError, InvalidInputError,
-                IncompatibleSpaceError, GalleryDeletedError, CannotWriteError, ConfigurationError,
-                OSError: as `run_by_workers`.
+            NobackfillError: as `migrate_piece`.
+            UnavailableError: no worker is left, or the database does not answer.
+            BusyError: the gallery could not be locked; try again.
+            VerificationError: a model file differs from its signed digest, or an output is not
+                valid.
+            InvalidInputError: the target exists as another space, or has too many dimensions.
+            IncompatibleSpaceError: the gallery has no such source, or has lost a space.
+            GalleryDeletedError: the gallery was deleted.
+            CannotWriteError: the database cannot write.
+            OSError: the folder lacks a model file.
+            ConfigurationError: the database refuses a statement.
             AssertionError: the gallery is not in PostgreSQL, which the settings exclude.
+            Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
         """
         assert isinstance(store, PostgresqlGallery), "the settings refuse workers with a folder"
+        source = store.active().spec.space
         work = UpgradeWork(
-            uuid.uuid4().hex, store.database.url, store.number, store.active().spec.space, target,
-            route, self._files,
-        )  # fmt: skip
-        return run_by_workers(
-            store, self._workers, work, on_progress=on_progress, should_stop=should_stop
+            uuid.uuid4().hex, store.database.url, store.number, source, target, route, self._files
         )
+        store.add_staging_space(target)
+        windows = store.windows_of_missing_vectors(source, target, route.reads_side)
+        started = time.monotonic()
+        total = store.count()
+        first_complete = total - store.count_left_behind(target.space)
+        writes, is_stopped, has_items = 0, False, True
+        unreported: set[int] = set()
+
+        def pieces() -> Iterator[MigrationPiece]:
+            nonlocal has_items, is_stopped
+            for labels, with_side in windows.pieces("label", PIECE):
+                if should_stop():
+                    is_stopped = True
+                    return
+                has_items = True
+                unreported.update(labels.tolist())
+                yield MigrationPiece(labels, with_side)
+
+        try:
+            while has_items and not is_stopped:
+                has_items = False
+                for labels in self._workers.migrate_pieces(work, pieces()):
+                    writes += len(labels)
+                    unreported.difference_update(labels.tolist())
+                    store.announce_external_writes(labels)
+                    complete = first_complete + writes
+                    seconds = time.monotonic() - started
+                    on_progress(UpgradeProgress(complete, max(total, complete), writes, seconds))
+        finally:
+            # A worker that ended may have written items that no result names.
+            if unreported:
+                store.announce_external_writes(np.array(sorted(unreported), np.int64))
+        return UpgradeOutcome(writes, store.count_left_behind(target.space), is_stopped)
 
     def close(self) -> None:
         """End the workers; a second call does nothing.
@@ -276,77 +322,3 @@ class WorkerUpgrades:
         ones. A Ray cluster is left at once, and its running tasks are cancelled.
         """
         self._workers.close()
-
-
-def run_by_workers(
-    store: PostgresqlGallery, workers: Workers, work: UpgradeWork, *,
-    on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
-) -> UpgradeOutcome:  # fmt: skip
-    """Fill a space of a gallery by workers, as `gallery.staging.run_upgrade` does in one thread.
-
-    The missing items are handed out in passes, until a whole pass finds none. Running it again
-    continues where an earlier run ended.
-
-    Listeners of the store hear of the labels of each piece, and at an error of all labels that may
-    have been written.
-
-    Args:
-        store: the gallery.
-        workers: the workers.
-        work: the upgrade; its target is created if it is missing.
-        on_progress: called with the progress after each piece.
-        should_stop: called before each piece; True stops the upgrade, once the pieces under way
-            have ended.
-
-    Returns:
-        The number of vectors that were written, of items without one, and whether `should_stop`
-        ended it.
-
-    Raises:
-        NobackfillError: as `migrate_piece`.
-        UnavailableError: no worker is left, or the database does not answer.
-        BusyError: the gallery could not be locked; try again.
-        VerificationError: a model file differs from its signed digest, or an output is not valid.
-        InvalidInputError: the target exists as another space, or has too many dimensions.
-        IncompatibleSpaceError: the gallery has no such source, or has lost a space.
-        GalleryDeletedError: the gallery was deleted.
-        CannotWriteError: the database cannot write.
-        OSError: the folder lacks a model file.
-        ConfigurationError: the database refuses a statement.
-        Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
-    """
-    store.add_staging_space(work.target_space)
-    windows = store.windows_of_missing_vectors(
-        work.source_space, work.target_space, work.route.reads_side
-    )
-    started = time.monotonic()
-    total = store.count()
-    first_complete = total - store.count_left_behind(work.target_space.space)
-    writes, is_stopped, has_items = 0, False, True
-    unreported: set[int] = set()
-
-    def pieces() -> Iterator[MigrationPiece]:
-        nonlocal has_items, is_stopped
-        for labels, with_side in windows.pieces("label", PIECE):
-            if should_stop():
-                is_stopped = True
-                return
-            has_items = True
-            unreported.update(labels.tolist())
-            yield MigrationPiece(labels, with_side)
-
-    try:
-        while has_items and not is_stopped:
-            has_items = False
-            for labels in workers.migrate_pieces(work, pieces()):
-                writes += len(labels)
-                unreported.difference_update(labels.tolist())
-                store.announce_external_writes(labels)
-                complete = first_complete + writes
-                seconds = time.monotonic() - started
-                on_progress(UpgradeProgress(complete, max(total, complete), writes, seconds))
-    finally:
-        # A worker that ended may have written items that no result names.
-        if unreported:
-            store.announce_external_writes(np.array(sorted(unreported), np.int64))
-    return UpgradeOutcome(writes, store.count_left_behind(work.target_space.space), is_stopped)
