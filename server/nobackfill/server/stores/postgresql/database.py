@@ -340,6 +340,11 @@ def execute(
     return connection.execute(statement.encode(), values or None, binary=True, prepare=prepare)
 
 
+def scalar(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
+    """Return the first value of a statement that gives a row; see `execute`."""
+    return execute(connection, statement, values).fetchone()[0]
+
+
 class Reader(Protocol):
     """Describe the caller that waits for a read."""
 
@@ -522,9 +527,8 @@ class Database:
                 if not snapshot:
                     return work(connection)
                 with connection.transaction():
-                    execute(
-                        connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-                    )
+                    isolation = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+                    execute(connection, isolation)
                     return work(connection)
 
         if self._own.reading:

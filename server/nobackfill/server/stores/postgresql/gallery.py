@@ -27,7 +27,7 @@ from nobackfill.gallery.store import (
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import sql_condition
-from nobackfill.server.stores.postgresql.database import Connection, Database, execute
+from nobackfill.server.stores.postgresql.database import Connection, Database, execute, scalar
 from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
 from nobackfill.server.stores.postgresql.reads import Reads, storable_ids
 from nobackfill.server.stores.postgresql.schema import schema_name, table_name
@@ -670,11 +670,8 @@ class PostgresqlGalleries:
                 raise AlreadyExistsError(
                     f"gallery {name!r} exists already in this database; choose another name"
                 )
-            number = execute(
-                connection,
-                "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number",
-                [name],
-            ).fetchone()[0]
+            insert = "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number"
+            number = scalar(connection, insert, [name])
             schema_name = schema.schema_name(number)
             schema.create_gallery(connection, number, specs[0])
             for spec in specs[1:]:
@@ -704,11 +701,8 @@ class PostgresqlGalleries:
         """
 
         def work(connection: Connection) -> None:
-            row = execute(
-                connection,
-                "DELETE FROM nobackfill.galleries WHERE name = %s RETURNING number",
-                [name],
-            ).fetchone()
+            remove = "DELETE FROM nobackfill.galleries WHERE name = %s RETURNING number"
+            row = execute(connection, remove, [name]).fetchone()
             if row is not None:
                 schema.drop_gallery(connection, row[0])
                 notify_gateways(connection)
@@ -717,7 +711,6 @@ class PostgresqlGalleries:
 
 
 def _gallery_number(connection: Connection, name: str) -> int | None:
-    row = execute(
-        connection, "SELECT number FROM nobackfill.galleries WHERE name = %s", [name]
-    ).fetchone()
+    query = "SELECT number FROM nobackfill.galleries WHERE name = %s"
+    row = execute(connection, query, [name]).fetchone()
     return None if row is None else int(row[0])

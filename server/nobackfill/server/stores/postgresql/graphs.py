@@ -112,9 +112,8 @@ def draw_probes(
     if spec.metric == "cosine":
         # A zero vector is never searched by a graph: every row is read for it.
         queries = queries[queries.any(axis=1)]
-    first, last = execute(
-        connection, f"SELECT coalesce(min(label), 1), coalesce(max(label), 0) FROM {table}"
-    ).fetchone()
+    bounds = f"SELECT coalesce(min(label), 1), coalesce(max(label), 0) FROM {table}"
+    first, last = execute(connection, bounds).fetchone()
     step = max(1, _NUMBERS // spec.dim)
     count, best = 0, ExactIndex(spec, sample[:0], queries[:0]).search(queries, K)
     for start in range(first, last + 1, step):

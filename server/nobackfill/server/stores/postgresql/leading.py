@@ -284,11 +284,8 @@ def record_gallery_change(connection: Connection, number: int) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    execute(
-        connection,
-        "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s",
-        [number],
-    )
+    update = "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s"
+    execute(connection, update, [number])
     notify_gateways(connection)
 
 
@@ -424,11 +421,8 @@ class DatabaseState(GatewayState):
             epoch, value, writer = execute(connection, query).fetchone()
             state = _parse_database_state(value, writer)
             new = State.model_validate({**dict(state), **values_of(state)})
-            execute(
-                connection,
-                "UPDATE nobackfill.gateway SET value = %s, epoch = epoch + 1",
-                [new.model_dump_json()],
-            )
+            update = "UPDATE nobackfill.gateway SET value = %s, epoch = epoch + 1"
+            execute(connection, update, [new.model_dump_json()])
             if writer != (own := version("nobackfill")):
                 execute(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
             notify_gateways(connection)

@@ -221,12 +221,9 @@ def read_items(
     if space is not None:
         table = table_name(schema, find_space(connection, schema, space).table_number)
         of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v USING (label)"
-    rows = execute(
-        connection,
-        f"SELECT {_ITEM}, {of_vector} FROM {schema}.items i {join} WHERE i.label = ANY(%s)",
-        [wanted],
-    )
-    found = {item.label: item for item in map(item_from_row, rows)}
+    query = f"SELECT {_ITEM}, {of_vector} FROM {schema}.items i {join} WHERE i.label = ANY(%s)"
+    items = map(item_from_row, execute(connection, query, [wanted]))
+    found = {item.label: item for item in items}
     return [found.get(label) for label in wanted]
 
 
@@ -249,12 +246,9 @@ def read_items_where(
         psycopg.Error: the statement fails, as without the table; the caller translates it.
         DamagedError: an item's id, digest or metadata is not valid.
     """
-    rows = execute(
-        connection,
-        f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
-        [*values, limit],
-    )
-    return [item_from_row(row) for row in rows]
+    source = f"{schema}.items i WHERE {where} ORDER BY i.label LIMIT %s"
+    query = f"SELECT {_ITEM}, NULL, NULL FROM {source}"
+    return [item_from_row(row) for row in execute(connection, query, [*values, limit])]
 
 
 def read_facets(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
@@ -335,9 +329,8 @@ def read_epoch(connection: Connection, number: int) -> int:
         NotFoundError: the gallery was deleted.
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    row = execute(
-        connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
-    ).fetchone()
+    query = "SELECT epoch FROM nobackfill.galleries WHERE number = %s"
+    row = execute(connection, query, [number]).fetchone()
     if row is None:
         raise NotFoundError(
             "the gallery was deleted by another gateway; `gateway gallery list` shows the others"

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, describe_writer
 from nobackfill.gallery.spec import SpaceSpec, State
 from nobackfill.server.stores.postgresql import database
-from nobackfill.server.stores.postgresql.database import Connection, execute
+from nobackfill.server.stores.postgresql.database import Connection, execute, scalar
 
 # The format of a database, made step by step, and taken back the same way.
 #
@@ -142,13 +142,12 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         " AND attrelid = 'nobackfill.format'::regclass"
     )
     # Looked at first: the lock of a change that changes nothing makes all gateways wait.
-    if to == FORMAT and not execute(connection, noted).fetchone()[0]:
+    if to == FORMAT and not scalar(connection, noted):
         execute(connection, "ALTER TABLE nobackfill.format ADD COLUMN written_by text")
     if found == to:
         return found
-    if not execute(
-        connection, "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
-    ).fetchone()[0]:
+    lock = "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
+    if not scalar(connection, lock):
         raise BusyError(
             "this database must be converted to another format, but a gateway serves from it; stop "
             "every gateway of this database, then run the command again"

@@ -24,7 +24,7 @@ from nobackfill.gallery.search.index import (
 )
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition, sql_condition
-from nobackfill.server.stores.postgresql.database import EF, Connection, Database, execute
+from nobackfill.server.stores.postgresql.database import EF, Connection, Database, execute, scalar
 from nobackfill.server.stores.postgresql.rows import from_binary, label_column, to_binary
 from nobackfill.server.stores.postgresql.schema import (
     MOST_HALF,
@@ -212,8 +212,9 @@ class SpaceTable:
             f"SELECT v.label, v.embedding FROM {self._from_clause(condition)} AND v.label = ANY(%s)"
         )
         values = [*condition.parameters, list(labels)]
+        is_filtered = condition is not ALWAYS_TRUE
         rows: list[Any] = execute(
-            connection, statement, values, plans_for_values=condition is not ALWAYS_TRUE
+            connection, statement, values, plans_for_values=is_filtered
         ).fetchall()
         return rows
 
@@ -393,11 +394,12 @@ def _query_candidates(
     if not exact and condition is ALWAYS_TRUE and is_idle(connection):
         return execute_nearest(connection, table.statement(condition, exact, limit), query)
     values = [*([query] if exact else []), *condition.parameters, query]
-    if condition is not ALWAYS_TRUE:
+    is_filtered = condition is not ALWAYS_TRUE
+    if is_filtered:
         values.append(limit)
     statement = table.statement(condition, exact, limit)
     rows: list[Any] = execute(
-        connection, statement, values, plans_for_values=condition is not ALWAYS_TRUE
+        connection, statement, values, plans_for_values=is_filtered
     ).fetchall()
     return rows
 
@@ -540,12 +542,9 @@ def count_locked(database: Database, names: Collection[str]) -> int:
 
     def work(connection: Connection) -> int:
         # In one order, with locks of their own, which no upgrade's flip waits for.
+        lock = "SELECT pg_advisory_xact_lock(hashtext('nobackfill items'), hashtext(%s))"
         for name in sorted(names):
-            execute(
-                connection,
-                "SELECT pg_advisory_xact_lock(hashtext('nobackfill items'), hashtext(%s))",
-                [name],
-            )
+            execute(connection, lock, [name])
         rows = execute(
             connection,
             "SELECT number FROM nobackfill.galleries WHERE name = ANY(%s) ORDER BY number"
@@ -557,8 +556,6 @@ def count_locked(database: Database, names: Collection[str]) -> int:
         )
         if not counts:
             return 0
-        return int(
-            execute(connection, f"SELECT sum(items) FROM ({counts}) AS counts").fetchone()[0]
-        )
+        return int(scalar(connection, f"SELECT sum(items) FROM ({counts}) AS counts"))
 
     return database.write(work)

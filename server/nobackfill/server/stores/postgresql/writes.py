@@ -15,7 +15,7 @@ from nobackfill.gallery.staging import check_same_space, ensure_complete, ensure
 from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, compare_with_stored
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import encode_facets
-from nobackfill.server.stores.postgresql.database import Connection, execute
+from nobackfill.server.stores.postgresql.database import Connection, execute, scalar
 from nobackfill.server.stores.postgresql.rows import copy_in, label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import add_space, table_name
 from nobackfill.vectors import Vectors
@@ -97,12 +97,8 @@ def insert_items(
 
 
 def _new_labels(connection: Connection, schema: str, count: int) -> Labels:
-    found = execute(
-        connection,
-        f"SELECT nextval('{schema}.items_label_seq') FROM generate_series(1, %s)",
-        [count],
-    )
-    return np.sort(label_column(found))
+    query = f"SELECT nextval('{schema}.items_label_seq') FROM generate_series(1, %s)"
+    return np.sort(label_column(execute(connection, query, [count])))
 
 
 def _insert_items(
@@ -165,12 +161,8 @@ def labels_in_table(
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    cursor = execute(
-        connection,
-        f"SELECT label FROM {table} WHERE label = ANY(%s) AND {where} ORDER BY label",
-        [labels.tolist()],
-    )
-    return label_column(cursor)
+    query = f"SELECT label FROM {table} WHERE label = ANY(%s) AND {where} ORDER BY label"
+    return label_column(execute(connection, query, [labels.tolist()]))
 
 
 def insert_vectors(
@@ -225,12 +217,8 @@ def lock_items(connection: Connection, schema: str, where: str, values: Sequence
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    cursor = execute(
-        connection,
-        f"SELECT label FROM {schema}.items i WHERE {where} ORDER BY label FOR UPDATE",
-        values,
-    )
-    return label_column(cursor)
+    query = f"SELECT label FROM {schema}.items i WHERE {where} ORDER BY label FOR UPDATE"
+    return label_column(execute(connection, query, values))
 
 
 def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
@@ -288,14 +276,11 @@ def read_frontier(connection: Connection, schema: str, number: int) -> int:
     """
     if not _has_frontiers(connection, schema):
         return 0
-    return int(execute(connection, f"SELECT {_frontier_expression(schema, number)}").fetchone()[0])
+    return int(scalar(connection, f"SELECT {_frontier_expression(schema, number)}"))
 
 
 def _has_frontiers(connection: Connection, schema: str) -> bool:
-    exists: bool = execute(
-        connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL"
-    ).fetchone()[0]
-    return exists
+    return bool(scalar(connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL"))
 
 
 def _frontier_expression(schema: str, number: int) -> str:
@@ -323,16 +308,12 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
         # one becomes visible later.
         lock_gallery_exclusive(connection, schema)
         create_frontier_table(connection, schema)
-        last = execute(
-            connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items"
-        ).fetchone()[0]
+        last = scalar(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items")
     with connection.transaction():
         old_frontier = read_frontier(connection, schema, number)
         # This includes items put in the meantime; their labels are greater.
-        first = execute(
-            connection,
-            f"SELECT min(i.label) FROM {_items_without_vector(schema, number, old_frontier)}",
-        ).fetchone()[0]
+        missing = _items_without_vector(schema, number, old_frontier)
+        first = scalar(connection, f"SELECT min(i.label) FROM {missing}")
         reached = last if first is None else min(last, first - 1)
         if reached > old_frontier:
             execute(
@@ -352,7 +333,7 @@ def count_left_behind(connection: Connection, schema: str, number: int) -> int:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     missing = _items_without_vector(schema, number, read_frontier(connection, schema, number))
-    return int(execute(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
+    return int(scalar(connection, f"SELECT count(*) FROM {missing}"))
 
 
 def few_missing_labels(
@@ -460,13 +441,8 @@ def write_vectors(
     """
     info = rows.find_space(connection, schema, checked.space_info.spec.space)
     order = np.argsort(labels)
-    existing = rows.label_column(
-        execute(
-            connection,
-            f"SELECT label FROM {schema}.items WHERE label = ANY(%s) ORDER BY label FOR KEY SHARE",
-            [labels.tolist()],
-        )
-    )
+    query = f"SELECT label FROM {schema}.items WHERE label = ANY(%s) ORDER BY label FOR KEY SHARE"
+    existing = label_column(execute(connection, query, [labels.tolist()]))
     if not replace:
         present = labels_in_table(connection, table_name(schema, info.table_number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
