@@ -191,11 +191,9 @@ class Canaries:
             A sentence for operators; see CanaryComparison.stop_reason.
         """
         canary = self.running_settings()
-        return (
-            None
-            if canary is None or self._comparison is None
-            else self._comparison.stop_reason(canary)
-        )
+        if canary is None or self._comparison is None:
+            return None
+        return self._comparison.stop_reason(canary)
 
     def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.

@@ -375,12 +375,8 @@ class CanaryComparison:
         Returns:
             Seconds for the new pair.
         """
-        p99 = self._p99
-        return (
-            remaining / 2
-            if p99 is None
-            else max(remaining / 2, min(remaining * 3 / 4, remaining - 2 * p99))
-        )
+        half, p99 = remaining / 2, self._p99
+        return half if p99 is None else max(half, min(remaining * 3 / 4, remaining - 2 * p99))
 
     def count_timeout(
         self, canary: Canary, allowance: float, elapsed: float, caller: "Caller", *, single: bool

@@ -91,7 +91,7 @@ def rank_hits(
     k: int,
     read_items: ReadItems,
     *,
-    returns_exact_distances: bool,
+    exact: bool,
     by_score: bool = False,
 ) -> list[RankedHit]:
     """Rank the hits of one query.
@@ -99,7 +99,7 @@ def rank_hits(
     Hits of one part are ranked by distance. Hits of several parts are ranked by score, because
     distances of different spaces do not compare. If a score is missing (a direct search without a
     calibration), they are ranked by distance, which the release then declares comparable. Ranking
-    uses exact distances; the hits have rounded ones, unless `returns_exact_distances` is set.
+    uses exact distances; the hits have rounded ones, unless `exact` is set.
 
     Ties go by distance, then by label. A part that has an `origin` gives it to all its hits. An
     error of `read_items` passes through. No further neighbour takes the place of a deleted item.
@@ -110,7 +110,7 @@ def rank_hits(
         query_row: row of the query in the neighbours.
         k: most hits to return.
         read_items: reads items by label.
-        returns_exact_distances: return exact distances, and scores of them.
+        exact: return exact distances, and scores of them.
         by_score: rank one part by score, too, along its scale if it has one.
 
     Returns:
@@ -123,7 +123,7 @@ def rank_hits(
     # Pairs: the hit with exact distances, for ranking, and the hit to return.
     hits: list[tuple[RankedHit, RankedHit]] = []
     for part, nearest in zip(parts, neighbours, strict=True):
-        hits += _part_hits(part, nearest, query_row, k, read_items, exact=returns_exact_distances)
+        hits += _part_hits(part, nearest, query_row, k, read_items, exact=exact)
     scale = parts[0].distance_scale
     if by_score and scale is not None:
         hits.sort(key=lambda pair: _scale_sort_key(scale, pair[0]))
@@ -207,10 +207,8 @@ def calibrated_scores(
 
 
 def _curve_scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
-    values, beyond = (
-        curve.scores(distances).tolist(),
-        curve.is_beyond_calibration(distances).tolist(),
-    )
+    values = curve.scores(distances).tolist()
+    beyond = curve.is_beyond_calibration(distances).tolist()
     return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
@@ -646,14 +644,9 @@ class PlainAnswerer:
             matches = matching_items(hosted, request.condition)
             open_questions = questions
             for _ in range(_MAX_TRIES):
-                searched = list(
-                    zip(
-                        open_questions, self._nearest(open_questions, matches, request), strict=True
-                    )
-                )
-                answers.update(
-                    (question, rank_nearest(question, one)) for question, one in searched
-                )
+                nearest = self._nearest(open_questions, matches, request)
+                searched = list(zip(open_questions, nearest, strict=True))
+                answers |= {question: rank_nearest(question, one) for question, one in searched}
                 open_questions = [
                     question for question, one in searched if is_incomplete(question, one, answers)
                 ]
@@ -905,14 +898,8 @@ def rank_nearest(embedded_query: EmbeddedQuery, nearest: Nearest) -> QueryAnswer
         return nearest
     neighbours, row = nearest
     hosted, query = embedded_query.hosted, embedded_query.parts[0].query_manifest
-    hits = rank_hits(
-        embedded_query.parts,
-        neighbours,
-        row,
-        embedded_query.k,
-        hosted.items,
-        returns_exact_distances=hosted.exact_distances,
-    )
+    parts, k, exact = embedded_query.parts, embedded_query.k, hosted.exact_distances
+    hits = rank_hits(parts, neighbours, row, k, hosted.items, exact=exact)
     return SearchResult(hits, query.release, query.space)
 
 
@@ -1095,14 +1082,7 @@ def rank_by_fusion(
     ranking_values[places] = fusion.joint_distance(distances[places], old_distances)
     order = np.lexsort((stored_labels, distances, ranking_values))
     ranked = Neighbours(stored_labels[order][None], distances[order][None])
-    hits = rank_hits(
-        [part],
-        [ranked],
-        0,
-        len(order),
-        hosted.items,
-        returns_exact_distances=hosted.exact_distances,
-    )
+    hits = rank_hits([part], [ranked], 0, len(order), hosted.items, exact=hosted.exact_distances)
     return SearchResult(
         hits[: embedded_query.k], part.query_manifest.release, part.query_manifest.space
     )
@@ -1138,11 +1118,8 @@ def _distances_to_stored(
     distances = index.distances_to_query(
         part.query_manifest.embedder.metric, query, stored.embedding
     )
-    return (
-        stored.labels,
-        distances,
-        np.array([one == "upgraded" for one in stored.origins], np.bool_),
-    )
+    migrated = np.array([one == "upgraded" for one in stored.origins], np.bool_)
+    return stored.labels, distances, migrated
 
 
 if TYPE_CHECKING:

@@ -512,10 +512,6 @@ class HostedGallery(ABC):
                 "published in this gateway's --model-repo; start `gateway serve --model-repo "
                 "FOLDER` with a folder that has this release"
             )
-        source, both = (
-            self.state_value(SOURCE_KEY) is not None,
-            bool(self.state_value(RANK_FUSION_KEY)),
-        )
         new = make_plan(
             spaces,
             state,
@@ -524,8 +520,8 @@ class HostedGallery(ABC):
             UseCounter(),
             rollout,
             epoch,
-            has_source=source,
-            with_fusion=both,
+            has_source=self.state_value(SOURCE_KEY) is not None,
+            with_fusion=bool(self.state_value(RANK_FUSION_KEY)),
         )
         check(new)
         self._prepare(new)

@@ -351,12 +351,8 @@ class ItemWriter:
                 f"{plan.query_manifest.release}; send the image instead"
             )
         upgraded = runner.run(embedding, side)
-        return (
-            NewVectors(
-                plan.query_manifest.space, upgraded.embedding, upgraded.side_information, "upgraded"
-            ),
-            native,
-        )
+        space, side = plan.query_manifest.space, upgraded.side_information
+        return NewVectors(space, upgraded.embedding, side, "upgraded"), native
 
 
 def _image_models(plan: Plan) -> list[Manifest]:

@@ -364,26 +364,14 @@ def make_plan(
     single_parts = {part.space: part for part in available if part is not staged}
     accepts = frozenset({*single_parts, parts[0].space})
     writes = tuple(part.query_manifest for part in available)
-    canary = (
-        staged
-        if rollout == CANARY_KEY and len(parts) == 1 and _is_on_trial(state, staged)
-        else None
-    )
+    on_trial = rollout == CANARY_KEY and len(parts) == 1 and _is_on_trial(state, staged)
+    canary = staged if on_trial else None
     is_own_model = native.query_manifest.embedder.vectors_of is None
     heals = native.space if has_source and is_own_model and staged is None else None
     uses_both = with_fusion and len(parts) == 1 and canary is None and heals is None
-    previous_model = _newest_fusion(native.query_manifest, available[1:]) if uses_both else None
+    fusion = _newest_fusion(native.query_manifest, available[1:]) if uses_both else None
     return Plan(
-        parts,
-        single_parts,
-        writes,
-        accepts,
-        answerer_of,
-        users,
-        canary,
-        epoch,
-        heals,
-        previous_model,
+        parts, single_parts, writes, accepts, answerer_of, users, canary, epoch, heals, fusion
     )
 
 

@@ -152,11 +152,8 @@ class Lane:
         self.name = name
         self.size = size
         self._limits_callers = limits_callers
-        self._caller_limit = (
-            max(1, round(size.capacity * size.max_caller_share))
-            if limits_callers
-            else size.capacity
-        )
+        share = max(1, round(size.capacity * size.max_caller_share))
+        self._caller_limit = share if limits_callers else size.capacity
         self._lock = threading.Lock()
         self._callers: Counter[str] = Counter()
         self._roles: Counter[Role] = Counter()
@@ -1072,11 +1069,9 @@ class Rpc:
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
-        return (
-            status_code_of(self._reason(error))
-            if context.is_active()
-            else grpc.StatusCode.CANCELLED
-        )
+        if not context.is_active():
+            return grpc.StatusCode.CANCELLED
+        return status_code_of(self._reason(error))
 
     def _reason(self, error: Exception) -> Exception:
         """Return why the stream was ended, if it was: its work then raised only that."""

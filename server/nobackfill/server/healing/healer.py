@@ -278,11 +278,8 @@ class Healer(Reembedding[int]):
         try:
             with self._hosted.use_plan() as plan:
                 # The space may be about to be deleted.
-                return (
-                    self._reembed_originals(originals)
-                    if plan.reembedded_space == self.space
-                    else ()
-                )
+                is_current = plan.reembedded_space == self.space
+                return self._reembed_originals(originals) if is_current else ()
         finally:
             self._hosted.use_counter.leave()
 

@@ -171,16 +171,9 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
         order = np.lexsort((stored.labels[rows], distances))
         neighbours = Neighbours(stored.labels[rows][order][None], distances[order][None])
         # Ranked by score, as distances to migrated and to native vectors do not compare.
+        exact = hosted.exact_distances
         ranked.append(
-            rank_hits(
-                [part],
-                [neighbours],
-                0,
-                len(order),
-                items,
-                returns_exact_distances=hosted.exact_distances,
-                by_score=True,
-            )
+            rank_hits([part], [neighbours], 0, len(order), items, exact=exact, by_score=True)
         )
     return ranked
 

@@ -314,14 +314,12 @@ class TritonClient:
         Raises:
             ValueError: the channel was closed, by `close` or by `reconnect` at this moment.
         """
+        request = pb.ServerLiveRequest()
         try:
-            return bool(
-                self._stub.ServerLive(
-                    pb.ServerLiveRequest(), timeout=timeout_s, metadata=self._metadata
-                ).live
-            )
+            answer = self._stub.ServerLive(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError:
             return False
+        return bool(answer.live)
 
     def model_ready(self, name: str, timeout_s: float) -> bool:
         """Tell whether the server answers within `timeout_s` seconds that version 1 of a model is

@@ -219,11 +219,8 @@ def estimate_cost(
         OSError: the temporary file cannot be created.
     """
     runner, opening = _timed(open_runner)
-    _, measuring = _timed(
-        lambda: neighbour_overlap(
-            hosted.store.sample_pairs, hosted.active_spec(), hosted.active_spec()
-        )
-    )
+    spec = hosted.active_spec()
+    _, measuring = _timed(lambda: neighbour_overlap(hosted.store.sample_pairs, spec, spec))
     estimate = hosted.store.estimate_upgrade(runner, target)
     count = hosted.store.count() - estimate.left_behind_count
     vectors = 4 * target.dim * count
@@ -738,10 +735,8 @@ class GalleryUpgrades:
             IncompatibleSpaceError: a space was deleted meanwhile; the items are counted already.
             ConfigurationError: the database refuses the statement.
         """
-        spec, older = (
-            hosted.active_spec(),
-            [info for info in hosted.store.spaces() if info.state == "previous"],
-        )
+        spec = hosted.active_spec()
+        older = [info for info in hosted.store.spaces() if info.state == "previous"]
         job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
         self._set_job(replace(job, re_embedded=job.re_embedded + count))
         if older:

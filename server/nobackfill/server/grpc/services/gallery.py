@@ -87,11 +87,9 @@ def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.L
             f"{request.order}; send one of these"
         )
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
-    place = (
-        ListingPosition.from_token(request.page_token, least_certain=least_certain)
-        if request.page_token
-        else None
-    )
+    place = None
+    if request.page_token:
+        place = ListingPosition.from_token(request.page_token, least_certain=least_certain)
     filtered = parse_filter(request.filter)
     matches = None if filtered is None else hosted.filtering.find_matches(filtered)
     keys = requested_metadata_keys(request.fields if request.HasField("fields") else None)

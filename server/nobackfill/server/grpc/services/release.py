@@ -238,13 +238,8 @@ class ReleaseService(ReleaseServiceServicer):
             yield _response(RolloutEvent(Phase.CANARY, 0, 0, sentence, time.time()))
             return
         else:
-            run = self._activations.start(
-                number,
-                _ROLLOUTS[request.rollout],
-                request.spare_cores,
-                request.old_space_seconds,
-                canary,
-            )
+            rollout, seconds = _ROLLOUTS[request.rollout], request.old_space_seconds
+            run = self._activations.start(number, rollout, request.spare_cores, seconds, canary)
         self._audit("promote" if request.promote else "activate", f"release {number}")
         for event in run.events(self._is_gone):
             yield _response(event)

@@ -122,14 +122,11 @@ class SearchService(SearchServiceServicer):
             [*routed_answers] if routed_answers else [None] * len(messages)
         )
         groups: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}
+        parse = _parse_simple if parse_search_request is None else parse_search_request
         for number, (message, principal) in enumerate(messages):
             if answers[number] is not None:
                 continue
-            query = (
-                parse_search_request(message)
-                if parse_search_request is not None
-                else _parse_simple(message)
-            )
+            query = parse(message)
             if query is None or query[3] > MAX_HITS or math.isnan(query[4]):
                 continue
             gallery, space, content, k, farthest = query
@@ -187,13 +184,9 @@ class SearchService(SearchServiceServicer):
             )
         queries = [_parse_query(query) for query in request.queries]
         with self._galleries.use_gallery(request.gallery) as hosted:
-            answers = self._searching.search_batch(
-                hosted,
-                queries,
-                _checked_k(request.k),
-                parse_filter(request.filter),
-                _checked_ef(request.accuracy),
-            )
+            k, condition = _checked_k(request.k), parse_filter(request.filter)
+            ef = _checked_ef(request.accuracy)
+            answers = self._searching.search_batch(hosted, queries, k, condition, ef)
         return pb.SearchBatchResponse(
             responses=[
                 pb.SearchResponse(error=str(answer))
