@@ -166,14 +166,10 @@ class GatewayServer:
         embedding = self.embedding = EmbeddingService(models, metrics)
         canaries = self.canaries = Canaries(state, metrics)
         healing = self.healing = Healing(embedding, self._settings, metrics)
+        make_canary = partial(CanaryAnswerer, canaries)
+        make_healing = partial(HealingAnswerer, healing)
         answerers = AnswererFactory(
-            embedding,
-            QueryAdapters(repo),
-            catalog,
-            state,
-            metrics,
-            partial(CanaryAnswerer, canaries),
-            partial(HealingAnswerer, healing),
+            embedding, QueryAdapters(repo), catalog, state, metrics, make_canary, make_healing
         )
         galleries = self.galleries = GalleryRegistry(
             storage.galleries, catalog, state, answerers.make_answerer

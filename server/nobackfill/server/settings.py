@@ -113,15 +113,13 @@ class Settings(BaseSettings):
                 "set metrics_open = true in a private network"
             )
         self._check_triton()
-        if self.store is not None and not self.store.get_secret_value().startswith(
-            (SQLITE, *DATABASES)
-        ):
+        store = SQLITE if self.store is None else self.store.get_secret_value()
+        if not store.startswith((SQLITE, *DATABASES)):
             raise ValueError(
                 "store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE, got another "
                 "form; correct it"
             )
-        in_files = self.store is None or self.store.get_secret_value().startswith(SQLITE)
-        if (self.workers or self.ray) and in_files:
+        if (self.workers or self.ray) and store.startswith(SQLITE):
             raise ValueError(
                 "workers and ray need store = postgresql://USER@HOST/DATABASE, because only one "
                 "process may write to a folder of galleries; leave both out, or set store"

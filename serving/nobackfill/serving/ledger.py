@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -283,14 +283,11 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def _open(self) -> sqlite3.Connection:
         # Vectors and queries are private: no other user may read the file.
         self._path.touch(0o600)
+        connection = sqlite3.connect(
+            self._path, timeout=30, isolation_level=None, check_same_thread=False
+        )
         with ExitStack() as undo:
-            connection = undo.enter_context(
-                closing(
-                    sqlite3.connect(
-                        self._path, timeout=30, isolation_level=None, check_same_thread=False
-                    )
-                )
-            )
+            undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self.synchronous}")
             for statement in self.schema_statements.split(";")[:-1]:

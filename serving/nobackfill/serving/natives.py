@@ -293,10 +293,8 @@ CREATE TABLE IF NOT EXISTS native (
         self._pack()
 
     def _read_new(self, connection: sqlite3.Connection) -> None:
-        rows = connection.execute(
-            "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
-            (self._newest,),
-        ).fetchall()
+        query = "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number"
+        rows = connection.execute(query, (self._newest,)).fetchall()
         for number, name, old_digest, blob in rows:
             try:
                 vector = vector_from_bytes(blob, self._dim, error_name=f"{self._path}: {name!r}")[0]

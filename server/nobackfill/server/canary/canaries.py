@@ -329,10 +329,8 @@ class CanaryAnswerer:
     ) -> SearchResult:
         call, (query,) = context.current_call(), request.queries
         by_new = is_chosen and not canary.shadow
-        if not all(
-            can_read(part.query_manifest, query)
-            for part in (*self.new_answerer.parts, *self.old_answerer.parts)
-        ):
+        parts = (*self.new_answerer.parts, *self.old_answerer.parts)
+        if not all(can_read(part.query_manifest, query) for part in parts):
             if not by_new or not can_read(self._new_release, query):
                 return single_answer(self.old_answerer.answer(hosted, request))
             answer = single_answer(self.new_answerer.answer(hosted, request))

@@ -192,11 +192,8 @@ def export(
         rows = [["release", "vectors", "file"]]
         rows += [[str(number), str(count), str(out / f"release-{number}.parquet")]
                  for number, count in exported.vector_counts.items()]  # fmt: skip
-        print_result(
-            as_json,
-            {"items": exported.item_count, "rows": exported.vector_counts, "out": str(out)},
-            rows,
-        )
+        result = {"items": exported.item_count, "rows": exported.vector_counts, "out": str(out)}
+        print_result(as_json, result, rows)
 
 
 @data_commands.command(
@@ -241,11 +238,8 @@ def migrate(
                 "address; a folder of galleries needs no `gateway data migrate`"
             )
         before, after = migrate_database(store, to)
-        print_result(
-            as_json,
-            {"before": before, "after": after},
-            [["format before", "format now"], [str(before), str(after)]],
-        )
+        rows = [["format before", "format now"], [str(before), str(after)]]
+        print_result(as_json, {"before": before, "after": after}, rows)
 
 
 @data_commands.command(

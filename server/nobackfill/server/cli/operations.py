@@ -136,15 +136,8 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
         if gallery.set_aside:
             rows.append([gallery.name, "?", "set aside", "", gallery.set_aside])
         else:
-            rows.append(
-                [
-                    gallery.name,
-                    str(gallery.items),
-                    f"release {gallery.release}",
-                    spaces,
-                    gallery.note,
-                ]
-            )
+            release = f"release {gallery.release}"
+            rows.append([gallery.name, str(gallery.items), release, spaces, gallery.note])
     notes = [
         f"release {number} failed: {reason}; run `gateway activate {number}` to retry"
         for number, reason in failed.items()
@@ -177,11 +170,9 @@ def _can_embed(server: str) -> bool:
     request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
     with open_channel(server) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
+        count = server.count(",") + 1
         answer = call_until_success(
-            lambda seconds: check(request, timeout=seconds),
-            server,
-            seconds=10,
-            gateway_count=server.count(",") + 1,
+            lambda seconds: check(request, timeout=seconds), server, seconds=10, gateway_count=count
         )
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -242,11 +233,8 @@ def print_activation_progress(
         if canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
-    print_result(
-        as_json,
-        message_to_json(event),
-        [["release", outcome], [str(number), event.message or "none"]],
-    )
+    rows = [["release", outcome], [str(number), event.message or "none"]]
+    print_result(as_json, message_to_json(event), rows)
 
 
 @app.command(epilog=format_examples("gateway rollback", "gateway rollback --yes"))

@@ -353,8 +353,5 @@ def install_triton(
         target = default if folder is None else folder
         install(target)
         command = "gateway serve" + ("" if target == default else f" --triton-venv {target}")
-        print_result(
-            as_json,
-            {"triton_venv": str(target), "used_by": command},
-            [["Triton", "used by"], [str(target), command]],
-        )
+        rows = [["Triton", "used by"], [str(target), command]]
+        print_result(as_json, {"triton_venv": str(target), "used_by": command}, rows)

@@ -1302,20 +1302,18 @@ class ReceiverSearch:
         if ready is None or ready.part is not part or ready.ends_at != ends:
             ready = prepared_parts[part.space] = _prepare(hosted, part, ends)
         snapshot = view.snapshot()
+        speed = hosted.search_speed
+        is_quick = speed.is_faster_than_handover if on_receiver else is_cheap_search
         if (
             (ends is not None and time.time() >= ends)
-            or not (
-                hosted.search_speed.is_faster_than_handover(snapshot)
-                if on_receiver
-                else is_cheap_search(snapshot)
-            )
-            or not hosted.search_speed.should_search_on_receiver()
+            or not is_quick(snapshot)
+            or not speed.should_search_on_receiver()
         ):
             return no_answers
         began = time.monotonic()
         answer = _encoded_answers(hosted, snapshot, ready, queries, may_read=not on_receiver)
         if on_receiver:
-            hosted.search_speed.record_search(time.monotonic() - began, len(queries))
+            speed.record_search(time.monotonic() - began, len(queries))
         self._count(snapshot, view, queries, answer)
         return answer
 
@@ -1354,12 +1352,9 @@ def _encoded_answers(
         and ready.curves is not None
         and hosted.origin_cache.migrated_labels(ready.part, snapshot) is None
     ):
+        hits = ready.item_cache.encoded_hits
         answers = compiled.encode_responses(
-            queries,
-            hosted.exact_distances,
-            ready.item_cache.encoded_hits,
-            ready.curves,
-            ready.encoded_tail,
+            queries, hosted.exact_distances, hits, ready.curves, ready.encoded_tail
         )
     for number, answer in enumerate(answers):
         if answer is not None:
@@ -1422,14 +1417,9 @@ def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _Prepa
     curves = {
         int(ORIGINS[origin]): curve.breakpoints() for origin, curve in part.score_curves.items()
     }
-    return _PreparedPart(
-        part,
-        hosted.item_cache(part.space),
-        partial(encode_hit, release=part.release),
-        ends,
-        end.SerializeToString(),
-        compile_curves(curves),
-    )
+    cache, encode = hosted.item_cache(part.space), partial(encode_hit, release=part.release)
+    tail = end.SerializeToString()
+    return _PreparedPart(part, cache, encode, ends, tail, compile_curves(curves))
 
 
 def _compile_route(
@@ -1449,15 +1439,9 @@ def _compile_route(
         return None
     if hosted.origin_cache.migrated_labels(part, snapshot) is not None:
         return None
+    hits, tail = ready.item_cache.encoded_hits, ready.encoded_tail
     answers = snapshot.compiled.request_handler(
-        hosted.name,
-        space,
-        DEFAULT_K,
-        MAX_HITS,
-        exact,
-        ready.item_cache.encoded_hits,
-        ready.curves,
-        ready.encoded_tail,
+        hosted.name, space, DEFAULT_K, MAX_HITS, exact, hits, ready.curves, tail
     )
     return _CompiledRoute(answers, hosted, plan, part, view, snapshot, state, exact)
 

@@ -183,10 +183,8 @@ class IndexMaintenance:
         if not isinstance(view.snapshot().base.index, HnswIndex):
             return False
         tuned_queries, next_time = self._tuned.get(view, (0, 0.0))
-        return (
-            view.query_sample.count - tuned_queries >= _MIN_QUERIES
-            and time.monotonic() >= next_time
-        )
+        new_queries = view.query_sample.count - tuned_queries
+        return new_queries >= _MIN_QUERIES and time.monotonic() >= next_time
 
     def _tune_index(self, hosted: HostedInFile, view: LiveView) -> None:
         began, queries = time.monotonic(), view.query_sample.count

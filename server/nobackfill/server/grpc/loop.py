@@ -215,10 +215,7 @@ class Arrival:
             operations: tuple[Any, ...] = (cygrpc.SendMessageOperation(message, 0),)
             if state.initial_metadata_allowed:
                 state.initial_metadata_allowed = False
-                operations = (
-                    _server._get_initial_metadata_operation(state, None),
-                    *operations,
-                )
+                operations = (_server._get_initial_metadata_operation(state, None), *operations)
             self.event.call.start_server_batch(operations, complete)
             state.due.add(token)
 
@@ -706,11 +703,8 @@ class WatchPoller:
             while queue and (queue[0][2].is_polling or queue[0][0] != queue[0][2].next_poll_at):
                 # The source was scheduled again since.
                 heappop(queue)
-            if (
-                queue
-                and self._polling[method] < _MAX_PER_METHOD
-                and (first is None or queue < first)
-            ):
+            has_thread = self._polling[method] < _MAX_PER_METHOD
+            if queue and has_thread and (first is None or queue < first):
                 first = queue
         return first
 

@@ -1025,10 +1025,8 @@ class Rpc:
         )
         calls.set_current_call(call)
         if self._open is not None and self.method.reads_stream:
-            return map(
-                self.decode_and_check,
-                self._shared.stall_monitor.watch_requests(argument, self._open),
-            )
+            requests = self._shared.stall_monitor.watch_requests(argument, self._open)
+            return map(self.decode_and_check, requests)
         return self.decode_and_check(argument)
 
     def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:

@@ -504,17 +504,14 @@ class Healing:
         except VerificationError as error:
             self._pause_gallery(hosted, error)
             return None
-        healer = self._healers.get(hosted)
-        if healer is not None and (healer.space, healer.source) == (manifest.space, present_source):
+        healer, key = self._healers.get(hosted), (manifest.space, present_source)
+        if healer is not None and (healer.space, healer.source) == key:
             return healer
         with self._lock:
             lock = self._locks.setdefault(hosted, threading.Lock())
         with lock:
             healer = self._healers.get(hosted)
-            if healer is not None and (healer.space, healer.source) == (
-                manifest.space,
-                present_source,
-            ):
+            if healer is not None and (healer.space, healer.source) == key:
                 return healer
             if time.monotonic() < self._trouble.get(hosted, 0.0):
                 return None

@@ -192,10 +192,8 @@ class GalleryOperations:
             )
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.resume(name)
-            behind = (
-                hosted.active_spec().space != active.space
-                and self._activations.activating_release() is None
-            )
+            is_old = hosted.active_spec().space != active.space
+            behind = is_old and self._activations.activating_release() is None
             if not behind and images:
                 backfill(
                     hosted, self._embedding, images, budget,

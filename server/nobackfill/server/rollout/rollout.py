@@ -409,10 +409,8 @@ class Rollout:
             spec = hosted.active_spec()
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
-            if (
-                self._parts.upgrades.best_route(hosted, manifest.release, is_direct=is_direct)
-                is not None
-            ):
+            upgrades = self._parts.upgrades
+            if upgrades.best_route(hosted, manifest.release, is_direct=is_direct) is not None:
                 movable.append(hosted)
             else:
                 note = (
@@ -429,10 +427,8 @@ class Rollout:
             old = self._parts.catalog.manifest(hosted.active_spec().release)
             self._refuse_rollout(manifest, old)
         for hosted in movable:
-            if (
-                hosted.plan.query_manifest.release == manifest.release
-                or hosted.plan.canary_part is not None
-            ):
+            is_answering = hosted.plan.query_manifest.release == manifest.release
+            if is_answering or hosted.plan.canary_part is not None:
                 # An earlier activation has begun this space; continue with it.
                 continue
             present = {info.spec.space for info in hosted.spaces()}
@@ -496,24 +492,19 @@ class Rollout:
         Returns:
             The number of items without a vector in the new space.
         """
-        already_done = self._done
+        already_done, cores = self._done, self._record.spare_cores
+        upgrades, is_cancelled = self._parts.upgrades, self._run.cancel_event.is_set
 
         def on_progress(complete: int) -> None:
             self._parts.metrics.upgrade_ratio.set((already_done + complete) / max(1, self._total))
             self._run.add_event(Phase.UPGRADING, already_done + complete, self._total)
 
         while True:
-            outcome = self._parts.upgrades.run_upgrade(
-                hosted,
-                manifest,
-                self._record.spare_cores,
-                self._run.cancel_event.is_set,
-                on_progress,
-            )
+            outcome = upgrades.run_upgrade(hosted, manifest, cores, is_cancelled, on_progress)
             self._run.raise_if_cancelled()
             if not outcome.was_stopped:
                 return outcome.left_behind_count
-            self._parts.upgrades.wait_while_paused(hosted.name, self._run.cancel_event.is_set)
+            upgrades.wait_while_paused(hosted.name, is_cancelled)
 
     def _switch_queries(self, manifest: Manifest) -> None:
         """Let the new release answer from now on, in galleries that live in two spaces (direct and

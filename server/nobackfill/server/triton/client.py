@@ -354,10 +354,8 @@ class TritonClient:
         try:
             self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            if _status_code(error) in (
-                grpc.StatusCode.UNAVAILABLE,
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-            ):
+            no_answer = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
+            if _status_code(error) in no_answer:
                 raise UnavailableError(
                     f"Triton did not load the model {name}: {_status_details(error)}; try again in "
                     "a few seconds, and read Triton's log"

@@ -114,13 +114,10 @@ class _Measurement:
             vectors = self._vectors(label)
             if len(vectors) == len(self._present | self._previous):
                 probes[label] = vectors
+        now = self._cmc1(group.value, probes, self._present)
+        before = self._cmc1(group.value, probes, self._previous)
         return Subgroup(
-            group.value,
-            group.item_count,
-            group.reembedded_count,
-            len(probes),
-            self._cmc1(group.value, probes, self._present),
-            self._cmc1(group.value, probes, self._previous),
+            group.value, group.item_count, group.reembedded_count, len(probes), now, before
         )
 
     def _vectors(self, label: int) -> _Query:

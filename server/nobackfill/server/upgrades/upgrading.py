@@ -492,21 +492,14 @@ class GalleryUpgrades:
         measured_at: int | None = None
 
         def on_chunk(progress: UpgradeProgress) -> None:
-            rate = progress.written_count / progress.seconds if progress.seconds > 0 else 0.0
-            self._update_job(
-                hosted.name,
-                complete=progress.complete_count,
-                total=progress.item_count,
-                items_per_second=rate,
-            )
             nonlocal measured_at
-            if (
-                measured_at is None
-                or MEASUREMENTS * (progress.complete_count - measured_at) >= progress.item_count
-            ):
-                measured_at = progress.complete_count
+            rate = progress.written_count / progress.seconds if progress.seconds > 0 else 0.0
+            complete, total = progress.complete_count, progress.item_count
+            self._update_job(hosted.name, complete=complete, total=total, items_per_second=rate)
+            if measured_at is None or MEASUREMENTS * (complete - measured_at) >= total:
+                measured_at = complete
                 self._measure_neighbours(hosted, source, spec)
-            on_progress(progress.complete_count)
+            on_progress(complete)
             if workers is None:
                 throttle.pause()
 

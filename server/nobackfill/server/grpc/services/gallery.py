@@ -97,12 +97,9 @@ def list_items_page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.L
     remaining = request.page_size or DEFAULT_PAGE_SIZE
     while remaining > 0:
         current_call().check()
+        space, count = hosted.active_spec().space, min(remaining, _ITEMS_PER_READ)
         listed, place = hosted.store.list_page(
-            hosted.active_spec().space,
-            min(remaining, _ITEMS_PER_READ),
-            start_after=place,
-            matches=matches,
-            least_certain=least_certain,
+            space, count, start_after=place, matches=matches, least_certain=least_certain
         )
         for item, item_place in listed:
             message = response.items.add(id=item.id)

@@ -91,12 +91,10 @@ class UpgradeService(UpgradeServiceServicer):
                 images stay re-embedded.
             ConfigurationError: the database refuses the statement, as without rights.
         """
+        cores = _spare_cores(request.spare_cores)
+        images = {item.id: item.image for item in request.backfill}
         job = self._lifecycle.upgrade(
-            request.gallery,
-            request.release,
-            _spare_cores(request.spare_cores),
-            {item.id: item.image for item in request.backfill},
-            request.backfill_budget,
+            request.gallery, request.release, cores, images, request.backfill_budget
         )
         return pb.StartUpgradeResponse(progress=_message(job))
 

@@ -159,10 +159,8 @@ class PostgresqlWindows:
         }[with_side]  # fmt: skip
         if order == "uncertainty":
             # All at once: the order is not by label, so there are no pages.
-            query += (
-                self._missing_condition(self._frontier)
-                + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
-            )
+            condition = self._missing_condition(self._frontier)
+            query += f"{condition} ORDER BY s.uncertainty DESC NULLS LAST, s.label"
             yield self._database.read(lambda c: label_column(execute(c, query)))
             return
         last = self._frontier

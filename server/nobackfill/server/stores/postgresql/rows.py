@@ -179,12 +179,11 @@ def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    rows = execute(
-        connection,
+    query = (
         "SELECT space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
-        f" FROM {schema}.spaces ORDER BY number",
+        f" FROM {schema}.spaces ORDER BY number"
     )
-    return [SpaceInfo(SpaceSpec(*row[:7]), *row[7:]) for row in rows]
+    return [SpaceInfo(SpaceSpec(*row[:7]), *row[7:]) for row in execute(connection, query)]
 
 
 def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:

@@ -363,11 +363,10 @@ def _nearest(
         if len(rows) == limit:
             return rank_rows(table.spec, query, rows, k)
         # Too few pass, or the graph scan ended early: only comparing all rows tells.
+    scale = 1.0 if cosine else min(1.0, float(np.linalg.norm(query)))
     while True:
         rows = _query_candidates(connection, table, query, limit, condition, exact=True)
-        if len(rows) < limit or _is_settled(
-            rows, k, 1.0 if cosine else min(1.0, float(np.linalg.norm(query)))
-        ):
+        if len(rows) < limit or _is_settled(rows, k, scale):
             return rank_rows(table.spec, query, rows, k)
         limit *= 4
 

@@ -188,15 +188,8 @@ def insert_vectors(
     table = table_name(schema, checked.space_info.table_number)
     if replace and len(labels):
         execute(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
-    copy_in(
-        connection,
-        table,
-        labels,
-        checked.origin,
-        uncertainty,
-        checked.embedding,
-        checked.side_information,
-    )
+    embedding, side = checked.embedding, checked.side_information
+    copy_in(connection, table, labels, checked.origin, uncertainty, embedding, side)
 
 
 def lock_items(connection: Connection, schema: str, where: str, values: Sequence[object]) -> Labels:
