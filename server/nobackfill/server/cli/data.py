@@ -318,16 +318,9 @@ def move(
                     mark_moved(old, target)
         rows = [["gallery", "items", "written", "deleted", "alike"]]
         entries = dict(galleries) if vault is None else {**galleries, "(vault)": vault}
-        rows += [
-            [
-                name,
-                str(transferred.item_count),
-                str(transferred.written_count),
-                str(transferred.deleted_count),
-                "yes" if transferred.is_identical else "no",
-            ]
-            for name, transferred in entries.items()
-        ]
+        for name, one in entries.items():
+            counts = map(str, (one.item_count, one.written_count, one.deleted_count))
+            rows.append([name, *counts, "yes" if one.is_identical else "no"])
         result = {
             "finished": is_stopped,
             "galleries": {name: transferred.to_json() for name, transferred in galleries.items()},

@@ -868,11 +868,7 @@ def _search_group(
         if len(embedded_queries) == 1:
             return [error]
         # One of them is not valid: search one by one to find out which.
-        return [
-            one
-            for question in embedded_queries
-            for one in _search_group([question], matches, timed)
-        ]
+        return [_search_group([one], matches, timed)[0] for one in embedded_queries]
     if timed and not ef:
         # A wide search is slow because its caller asked for it, so it does not count.
         hosted.search_speed.record_search(time.monotonic() - began, len(embedded_queries))

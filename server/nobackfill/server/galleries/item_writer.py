@@ -237,9 +237,8 @@ class ItemWriter:
         sizes = {manifest.frame for manifest in _image_models(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
         decoded: list[tuple[NewItem, Decoded]] = []
-        for put, pixels in zip(
-            images, self._embedding.decoder.decode_each(contents, sizes), strict=True
-        ):
+        results = self._embedding.decoder.decode_each(contents, sizes)
+        for put, pixels in zip(images, results, strict=True):
             if isinstance(pixels, InvalidInputError):
                 refuse(put, pixels)
             else:
@@ -261,21 +260,14 @@ class ItemWriter:
         for manifest in _image_models(plan):
             pixels = [decoded[manifest.frame] for _, decoded in images]
             embeddings = self._embedding.embed_images(manifest, pixels)
-            columns.append(
-                (manifest.space, embeddings, self._embedding.compute_side(manifest, pixels))
-            )
-        return [
-            _ReadyPut(
-                put,
-                tuple(
-                    NewVectors(
-                        space, embeddings[i : i + 1], None if sides is None else sides[i : i + 1]
-                    )
-                    for space, embeddings, sides in columns
-                ),
-            )
-            for i, (put, _) in enumerate(images)
-        ]
+            sides = self._embedding.compute_side(manifest, pixels)
+            column = []
+            for i in range(len(images)):
+                side = None if sides is None else sides[i : i + 1]
+                column.append(NewVectors(manifest.space, embeddings[i : i + 1], side))
+            columns.append(column)
+        rows = zip(*columns, strict=True)
+        return [_ReadyPut(put, row) for (put, _), row in zip(images, rows, strict=True)]
 
     def _embed_texts(
         self,

@@ -1204,13 +1204,9 @@ class Interceptor(grpc.ServerInterceptor):
         Args:
             awaited: returns that number; called at each export.
         """
-        self.metrics.calls.lanes = {
-            "message": (awaited, awaited),
-            **{
-                name: (lane.occupied_count, lane.waiting_count)
-                for name, lane in self.lanes.by_name.items()
-            },
-        }
+        lanes = self.lanes.by_name.items()
+        counts = {name: (lane.occupied_count, lane.waiting_count) for name, lane in lanes}
+        self.metrics.calls.lanes = {"message": (awaited, awaited), **counts}
 
     def intercept_service(
         self,

@@ -447,9 +447,8 @@ class Healing:
         # All questions wait as long as one would.
         patience = min(healer.source.seconds, _WAIT_SHARE * context.current_call().remaining())
         end, results = time.monotonic() + patience, list[SearchResult]()
-        for group in _split_by_candidates(
-            [pair for pair in pairs if not isinstance(pair, InvalidInputError)]
-        ):
+        valid = [pair for pair in pairs if not isinstance(pair, InvalidInputError)]
+        for group in _split_by_candidates(valid):
             context.current_call().check()
             results += _answer_from_candidates(healer, group, end)
         self._series.count_hits_by_origin(results)

@@ -557,13 +557,9 @@ class TritonModels:
                     model=name,
                     error=str(error),
                 )
-        inputs_by_name = {
-            name: inputs
-            for manifest in manifests
-            for name, inputs in smallest_inputs(
-                manifest, self._readers.get(manifest.release)
-            ).items()
-        }
+        inputs_by_name: dict[str, Inputs] = {}
+        for manifest in manifests:
+            inputs_by_name |= smallest_inputs(manifest, self._readers.get(manifest.release))
         oldest = min(
             inputs_by_name, key=lambda name: self._last_answers.get(name, 0.0), default=None
         )

@@ -609,21 +609,14 @@ class Reads:
         """
         first, second = self.space(space), self.space(other)
 
+        tables = [table_name(self.schema, info.table_number) for info in (first, second)]
+
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
-            drawn = rows.random_labels(
-                connection, table_name(self.schema, second.table_number), count
-            )
-            labels = labels_in_table(connection, table_name(self.schema, first.table_number), drawn)
-            pair = [
-                copy_out(
-                    connection,
-                    table_name(self.schema, info.table_number),
-                    labels_condition(labels),
-                    info.spec.dim,
-                )[1]
-                for info in (first, second)
-            ]
-            return labels, pair[0], pair[1]
+            drawn = rows.random_labels(connection, tables[1], count)
+            labels = labels_in_table(connection, tables[0], drawn)
+            where = labels_condition(labels)
+            vectors = copy_out(connection, tables[0], where, first.spec.dim)[1]
+            return labels, vectors, copy_out(connection, tables[1], where, second.spec.dim)[1]
 
         return self.database.read(work, snapshot=True)
 
