@@ -30,8 +30,7 @@ gallery_commands = typer.Typer(no_args_is_help=True, help="Create, list and dele
 app.add_typer(gallery_commands, name="gallery")
 
 _Name = Annotated[
-    str,
-    typer.Argument(help="Name of the gallery: 1 to 64 characters of a-z, 0-9, - and _."),
+    str, typer.Argument(help="Name of the gallery: 1 to 64 characters of a-z, 0-9, - and _.")
 ]
 
 

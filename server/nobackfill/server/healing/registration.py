@@ -93,10 +93,7 @@ class HealingSource:
         try:
             source = cls.checked(**values)
             # Numbers that are whole here must be so in a message.
-            kinds = dict.fromkeys(_NUMBERS, (int,)) | {
-                "address": (str,),
-                "seconds": (int, float),
-            }
+            kinds = dict.fromkeys(_NUMBERS, (int,)) | {"address": (str,), "seconds": (int, float)}
             is_sound = source.to_state() == values and all(
                 type(value) in kinds[name] for name, value in values.items()
             )

@@ -137,12 +137,7 @@ class GalleryOperations:
             )
 
     def upgrade(
-        self,
-        name: str,
-        release: int,
-        spare_cores: float,
-        images: Mapping[str, bytes],
-        budget: int,
+        self, name: str, release: int, spare_cores: float, images: Mapping[str, bytes], budget: int
     ) -> Job:
         """Resume a gallery's paused upgrade, start it, or re-embed items from images.
 

@@ -85,9 +85,7 @@ class SharedMemory:
     """Share memory between one client and its Triton; threads may use it at the same time."""
 
     def __init__(
-        self,
-        stub: Callable[[], GRPCInferenceServiceStub],
-        metadata: Sequence[tuple[str, str]],
+        self, stub: Callable[[], GRPCInferenceServiceStub], metadata: Sequence[tuple[str, str]]
     ) -> None:
         """Start without regions; does not call Triton.
 

@@ -182,10 +182,7 @@ def translate_error(error: Exception) -> NobackfillError | None:
             _GONE,
             GalleryDeletedError("the gallery was deleted; `gateway gallery list` shows the others"),
         ),
-        (
-            (pg.DataCorrupted, pg.IndexCorrupted),
-            DamagedError("the database", message),
-        ),
+        ((pg.DataCorrupted, pg.IndexCorrupted), DamagedError("the database", message)),
         (
             (pg.OutOfMemory, pg.InsufficientResources),
             UnavailableError(

@@ -202,9 +202,7 @@ class PostgresqlGallery(Reads):
         batch = check_batch(ids, digests, metadata)
         checked = self._check_vectors(vectors, len(ids), outdated=epoch is not None)
 
-        def work(
-            connection: Connection,
-        ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
+        def work(connection: Connection) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
             if epoch is not None and rows.read_epoch(connection, self.number) != epoch:
                 raise OutdatedPlanError(
                     "another gateway has changed the gallery's spaces or settings since the items "
