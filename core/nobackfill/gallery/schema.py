@@ -60,12 +60,8 @@ def create_format_1(database: Database) -> None:
         sqlite3.OperationalError: A table exists already.
     """
     # executescript would commit the transaction that holds both the migration and its record.
-    statement = ""
-    for line in _FIRST.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            database.execute(statement)
-            statement = ""
+    for statement in filter(str.strip, _FIRST.split(";")):
+        database.execute(statement)
     database.execute("PRAGMA user_version = 1")
 
 
