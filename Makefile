@@ -61,7 +61,7 @@ $(TRITON_READY): $(TRITON_PACKAGES) $(VENV)/bin/uv
 setup: $(READY) $(TRITON_READY) ## virtual environments and packages: 6.9 GB
 
 setup-light: $(LIGHT_READY) ## without torch, training, tests and Triton: 0.6 GB; `gateway sample` makes something to serve
-	@echo 'Next: source $(VENV)/bin/activate; gateway sample'
+	@echo 'Next: source $(VENV)/bin/activate; mkdir -p build/try; cd build/try; gateway sample'
 
 demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life of an embedding; IMAGES=folder for your own, ROLLOUT=cutover|dual|direct, STORE=postgresql
 	$(BIN)/python -m demo.life --out build/demo$(if $(STORE),-$(STORE) --store $(STORE)) $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
