@@ -185,6 +185,19 @@ def test_the_other_tutorials_run_one_after_the_other(tmp_path: Path) -> None:
     assert "release 1 is active again" in said
 
 
+def test_the_wait_for_a_gateway_ends_if_the_gateway_does(tmp_path: Path) -> None:
+    """In a folder without the sample nothing can be served, and no reader waits for ever."""
+    from tests.server.test_operations_doc import free_ports
+
+    (start,) = (
+        text
+        for _, text in blocks(page(f"{TUTORIALS}/backend-engineer.md"), "sh")
+        if "gateway serve" in text
+    )
+    run_script(start, tmp_path, {"NOBACKFILL_SERVER": f"127.0.0.1:{free_ports()[0]}"}, 60)
+    assert "no publication folder at model_repo" in (tmp_path / "gateway.log").read_text()
+
+
 def test_the_architecture_page_has_the_rooms_and_arrows_that_there_are() -> None:
     text = page("docs/architecture.md")
     (drawn,) = (block for _, block in blocks(text, "text") if "──▶" in block)
