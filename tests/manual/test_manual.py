@@ -170,7 +170,7 @@ def test_the_other_tutorials_run_one_after_the_other(tmp_path: Path) -> None:
         for language, text in blocks(page(f"{TUTORIALS}/{name}.md"), "sh", "python"):
             python = f"{shlex.quote(sys.executable)} - <<'PYTHON'\n{text}PYTHON\n"
             script += text if language == "sh" else python
-    script = script.replace("gateway sample --release 2\n", "gateway sample --release 2; sleep 5\n")
+    script = script.replace("--release 2; sleep 3\n", "--release 2; sleep 6\n")
     port, metrics = free_ports()
     script = script.replace("127.0.0.1:50051", f"127.0.0.1:{port}").replace("9464", str(metrics))
     environment = {
