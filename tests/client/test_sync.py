@@ -79,7 +79,14 @@ def test_the_way_back_is_kept_until_the_release_is_confirmed(
     assert all((after[path][1] == before[path][1]).all() for path in before)
     report = edge.follow(setting.gallery)
     assert (report.state, report.release) == ("behind", 1)
-    assert report.notes == ["held back here: release 2 was rolled back here"]
+    assert report.notes == [
+        "held back here: release 2 was rolled back here; `edge-client sync --retry` tries it again"
+    ]
+    again = pytest.raises(
+        NotFoundError, match=r"rolled back already, .* after a rollback with --retry"
+    )
+    with Device(setting.gallery) as device, again:
+        roll_back(device)
     assert edge.follow(setting.gallery, SyncOptions(retry=True)).state == "upgraded"
     # A daily job finds nothing newer, and keeps the way back for a week.
     assert edge.follow(setting.gallery).confirmed == []

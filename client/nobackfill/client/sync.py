@@ -935,9 +935,9 @@ def return_to_previous_space(device: GalleryFile, state: dict[str, Any]) -> int:
     previous = device.previous_space()
     if previous is None:
         raise NotFoundError(
-            "a rollback is not possible: the gallery was not upgraded yet, or a later `edge-client "
-            "sync` or `gc` deleted the vectors of the previous release; to move on, run "
-            "`edge-client sync`"
+            "a rollback is not possible: the gallery was not upgraded yet, was rolled back "
+            "already, or a later `edge-client sync` or `gc` deleted the vectors of the previous "
+            "release; to move on, run `edge-client sync`, after a rollback with --retry"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release
@@ -1284,7 +1284,10 @@ class _Sync:
                 )
                 continue
             if str(release) in reasons:
-                self._fall_behind(f"held back here: {reasons[str(release)]}")
+                self._fall_behind(
+                    f"held back here: {reasons[str(release)]}; `edge-client sync --retry` tries it "
+                    "again"
+                )
                 continue
             try:
                 manifest = self._trust.manifest(release)
