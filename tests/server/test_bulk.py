@@ -66,7 +66,7 @@ def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None
         "sea/bad.jpg", "pipe.png", "notes.txt", "0.jpg", "phone.heic",
     }  # fmt: skip
     assert told["refused"]["notes.txt"].endswith("got .txt")
-    assert "sea/bad.jpg: " in done.stderr and "run the command again" in done.stderr
+    assert "sea/bad.jpg: " in done.stderr and "only what is new or changed" in done.stderr
     check(shared, gallery)
     assert "no such folder" in put(folder / "sae", 66).stderr
     assert "is not a folder" in put(folder / "sea" / "bad.jpg", 66).stderr

@@ -311,6 +311,6 @@ def put(
             typer.echo(escape_control(f"{name}: {why}"), err=True)
         if summary.refusals:
             raise InvalidInputError(
-                f"{len(summary.refusals)} items were refused: {join_few(summary.refusals)}; "
-                "correct them and run the command again, which stores only what is new"
+                f"refused: {join_few(summary.refusals)}; correct them and run the command again, "
+                "which stores only what is new or changed"
             )
