@@ -74,7 +74,6 @@ class EditableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
     def delete_passing(self, labels: Labels, condition: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped.
@@ -94,7 +93,6 @@ class EditableStore(Protocol):
             NotFoundError: The gallery was closed or deleted.
             UnavailableError: The database does not answer.
         """
-        ...
 
     def change_some_metadata(
         self,
@@ -123,7 +121,6 @@ class EditableStore(Protocol):
             NotFoundError: The gallery was closed or deleted.
             UnavailableError: The database does not answer.
         """
-        ...
 
 
 def select_ids(store: EditableStore, ids: Sequence[str]) -> Selection:

@@ -216,7 +216,6 @@ class Matches(Protocol):
 
     def labels(self) -> Labels:
         """Return the labels of all matches, int64, increasing; empty if no item passed."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -230,7 +229,6 @@ class Matches(Protocol):
         Returns:
             bool [n]; do not write to it, since it may be cached.
         """
-        ...
 
 
 class StoreFilter(Protocol):
@@ -248,11 +246,9 @@ class StoreFilter(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
     def close(self) -> None:
         """Stop following the store, if the engine does.
 
         Later answers may be outdated; a second `close` does nothing.
         """
-        ...

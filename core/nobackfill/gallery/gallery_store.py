@@ -46,7 +46,6 @@ class Searcher(Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be opened, is damaged, or was closed.
         """
-        ...
 
 
 class GalleryStore(UpgradableStore, EditableStore, Protocol):
@@ -67,14 +66,12 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         Raises:
             BusyError: A call does not end within a minute; nothing is closed.
         """
-        ...
 
     def reopen(self) -> None:
         """Let a closed store be used again; files and connections are opened at the next call.
 
         The next call may raise each error of opening a gallery. An open store stays as it is.
         """
-        ...
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` with the change after each commit of this process, in order.
@@ -84,7 +81,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         It runs in the writer's thread, once the change is durable. Its error reaches the writer.
         """
-        ...
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
         """Stop calling a listener; one of two equal subscriptions stays.
@@ -95,7 +91,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         Raises:
             ValueError: It is not subscribed.
         """
-        ...
 
     def spaces(self) -> list[SpaceInfo]:
         """Return all spaces, oldest first; exactly one is active.
@@ -104,7 +99,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def space(self, space: str) -> SpaceInfo:
         """Return a space of the gallery by its id.
@@ -114,7 +108,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def put(
         self, ids: Sequence[str], vectors: Sequence[NewVectors], *,
@@ -144,7 +137,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items from every space in one transaction; return how many existed.
@@ -156,7 +148,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def get(self, item_id: str) -> StoredItem | None:
         """Return an item by its id, without origin and uncertainty; None if it does not exist.
@@ -165,7 +156,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def list_page(
         self,
@@ -197,7 +187,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
@@ -209,7 +198,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
             ConfigurationError: A database refuses the statement, as without rights.
         """
-        ...
 
     def vector(self, label: int, space: str) -> Vectors | None:
         """Return an item's vector in a space, float32 [1, dim]; None if it has none there, or does
@@ -220,7 +208,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         """Return the rows that a space has for some items, by increasing label.
@@ -235,7 +222,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         """Yield every item by increasing label, with its vectors in some spaces, from one snapshot.
@@ -255,7 +241,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def group_by_value(self, key: str, space: str) -> list[MetadataGroup]:
         """Group the items by the value of a metadata key.
@@ -274,7 +259,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return all small JSON values that are stored with the gallery.
@@ -285,7 +269,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def update_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values in one transaction; None removes a value.
@@ -298,7 +281,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first items without a vector in a space, by increasing label.
@@ -315,7 +297,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
@@ -336,7 +317,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
         """
-        ...
 
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
@@ -360,7 +340,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
         """
-        ...
 
     def drop_space(self, space: str) -> None:
         """Remove a space with all its vectors, also one that an upgrade is filling.
@@ -371,7 +350,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated.
@@ -389,7 +367,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
@@ -408,7 +385,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
-        ...
 
     def estimate_upgrade(self, runner: Runner, target: SpaceSpec) -> Estimate:
         """Estimate the cost of an upgrade from the active space on a few items; change nothing in
@@ -428,4 +404,3 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             UnusableOutputError: As a VerificationError: the runner makes no usable vector for some
                 rows.
         """
-        ...

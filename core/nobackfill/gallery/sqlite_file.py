@@ -1258,7 +1258,6 @@ class Suspendable(Protocol):
 
     def suspend(self) -> bool:
         """Close the resident until it is needed; return False if it is in use. Never waits."""
-        ...
 
 
 class SuspendablePool:

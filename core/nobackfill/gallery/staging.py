@@ -76,17 +76,14 @@ class RunnerResult(Protocol):
     @property
     def embedding(self) -> Vectors:
         """Return float32 [n, dim], in the order of the inputs."""
-        ...
 
     @property
     def side_information(self) -> Vectors | None:
         """Return float32 [n, side_dim], or None where the upgrade makes no side-information."""
-        ...
 
     @property
     def uncertainty(self) -> NDArray[np.float32] | None:
         """Return float32 [n], larger is less certain; None where the upgrade does not know it."""
-        ...
 
 
 # Labels, and a function that returns their vectors or raises the error of transforming them.
@@ -99,7 +96,6 @@ class Runner(Protocol):
     @property
     def reads_side(self) -> bool:
         """Tell whether only items with side-information can be migrated."""
-        ...
 
     def run(self, embedding: Vectors, side: Vectors | None) -> RunnerResult:
         """Transform vectors into the target space.
@@ -114,7 +110,6 @@ class Runner(Protocol):
             UnusableOutputError: The model returns no usable vector for some rows, which its `rows`
                 list.
         """
-        ...
 
 
 class VectorWindows(Protocol):
@@ -134,7 +129,6 @@ class VectorWindows(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
 
 class UpgradableStore(Protocol):
@@ -148,7 +142,6 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, NotFoundError: The store is locked,
                 cannot be opened, does not answer, or was closed.
         """
-        ...
 
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
@@ -165,7 +158,6 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
     def count(self, space: str | None = None) -> int:
         """Return the number of items, or of vectors in a space.
@@ -178,7 +170,6 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
     def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space, unless the gallery has it already, in any state.
@@ -190,7 +181,6 @@ class UpgradableStore(Protocol):
                 store is locked, cannot be written, does not answer, is damaged, or was closed;
                 nothing is changed.
         """
-        ...
 
     def windows_of_missing_vectors(
         self, source: str, target: SpaceSpec, needs_side: bool
@@ -207,7 +197,6 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
     def write_vectors(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
@@ -236,7 +225,6 @@ class UpgradableStore(Protocol):
                 store is locked, cannot be written, does not answer, is damaged, or was closed;
                 nothing is written.
         """
-        ...
 
     def count_left_behind(self, space: str) -> int:
         """Return the number of items without a vector in a space.
@@ -246,7 +234,6 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,10 @@ class Curve(Protocol):
     @property
     def distances(self) -> Sequence[float]:
         """Return the distances, strictly increasing."""
-        ...
 
     @property
     def probabilities(self) -> Sequence[float]:
         """Return the probability at each distance, strictly decreasing."""
-        ...
 
 
 class DistanceScale(NamedTuple):

@@ -30,17 +30,14 @@ class File(Protocol):
     @property
     def path(self) -> str:
         """Return the published path of the file, plain and relative."""
-        ...
 
     @property
     def sha256(self) -> str:
         """Return the SHA-256 of the file as 64 hex digits."""
-        ...
 
     @property
     def length(self) -> int:
         """Return the number of bytes of the file."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,9 @@ class Content(Protocol):
 
     def __getitem__(self, rows: Any, /) -> Vectors:
         """Return the rows of a slice or of an array of row numbers, float32 [m, dim]."""
-        ...
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
         """Return all rows, float32 [n, dim] unless another dtype is asked for."""
-        ...
 
 
 class SelectedRows:
@@ -102,17 +100,14 @@ class Index(Protocol):
     @property
     def spec(self) -> SpaceSpec:
         """Return the space of the vectors."""
-        ...
 
     @property
     def labels(self) -> Labels:
         """Return the labels of the rows, int64 [n], strictly increasing."""
-        ...
 
     @property
     def vectors(self) -> Content:
         """Return the rows, float32 [n, dim], as `prepare_vectors` leaves them."""
-        ...
 
     def search(
         self,
@@ -137,7 +132,6 @@ class Index(Protocol):
             Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
             infinity if there are fewer rows.
         """
-        ...
 
 
 def find_label_rows(labels: Labels, targets: Labels) -> Rows:

@@ -103,7 +103,6 @@ class GraphIndex(Protocol):
         Returns:
             The number, at most that of the rows; the graph uses its own where that is larger.
         """
-        ...
 
 
 class CompiledSearch:

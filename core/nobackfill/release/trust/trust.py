@@ -86,7 +86,6 @@ class Fetcher(Protocol):
             tuf.api.exceptions.SlowRetrievalError: Nothing came in time.
             tuf.api.exceptions.DownloadError: Any other failure.
         """
-        ...
 
 
 class FolderFetcher:
