@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from nobackfill.client.gallery_file import GalleryFile, create_reserve
 from nobackfill.client.output import Output
-from nobackfill.errors import (
-    ConfigurationError,
-    InvalidInputError,
-    NotFoundError,
-)
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 
 if TYPE_CHECKING:
@@ -122,9 +118,7 @@ class Device(GalleryFile):
         return photos.put(self, {name: _image(one) for name, one in images.items()}, metadata)
 
     def put_texts(
-        self,
-        texts: Mapping[str, str],
-        metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
+        self, texts: Mapping[str, str], metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None
     ) -> Mapping[str, str]:
         """Store the vectors of texts by id; they are durable when this returns.
 
@@ -260,10 +254,7 @@ class Device(GalleryFile):
         return Item(item.id, item.metadata, item.origin, item.uncertainty)
 
     def list(
-        self,
-        *,
-        where: "Mapping[str, Scalar] | Filter | None" = None,
-        least_certain: bool = False,
+        self, *, where: "Mapping[str, Scalar] | Filter | None" = None, least_certain: bool = False
     ) -> Iterator[Item]:
         """Yield items, oldest first, read in pages of 500.
 

@@ -36,14 +36,7 @@ from nobackfill.errors import (
     describe_writer,
 )
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import (
-    Metadata,
-    Origin,
-    SpaceInfo,
-    SpaceSpec,
-    State,
-    select_space,
-)
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, select_space
 from nobackfill.vectors import Metric, Vectors
 
 VECTOR_TABLE = (
@@ -954,8 +947,7 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
             connection.execute("DELETE FROM state WHERE key = ?", (key,))
         else:
             connection.execute(
-                "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)",
-                (key, _state_json(value)),
+                "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)", (key, _state_json(value))
             )
 
 

@@ -53,13 +53,7 @@ from nobackfill.gallery.sqlite_file import (
     vector_table_name,
     vectors_from_blobs,
 )
-from nobackfill.gallery.store import (
-    Change,
-    NewVectors,
-    Store,
-    check_new_vectors,
-    insert_vectors,
-)
+from nobackfill.gallery.store import Change, NewVectors, Store, check_new_vectors, insert_vectors
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.vectors import Vectors, check_vectors
 

@@ -114,11 +114,7 @@ def compute_figures(ranking: Ranking) -> dict[str, PerQuery]:
     Args:
         ranking: Ranks of the relevant items of q queries.
     """
-    return {
-        "cmc1": cmc(ranking, 1),
-        "cmc5": cmc(ranking, 5),
-        "map": average_precision(ranking),
-    }
+    return {"cmc1": cmc(ranking, 1), "cmc5": cmc(ranking, 5), "map": average_precision(ranking)}
 
 
 def _precision_sum(ranking: Ranking) -> PerQuery:

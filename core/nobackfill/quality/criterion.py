@@ -103,11 +103,7 @@ def _strict(
     (old,) = name.gallery_releases
     new_queries, vectors = cell_vectors(name, queries, gallery)
     shares = strict_criterion(
-        new_queries,
-        queries.native_vectors(old),
-        vectors,
-        relevance,
-        queries.search_metric(name),
+        new_queries, queries.native_vectors(old), vectors, relevance, queries.search_metric(name)
     )
     values = {
         "strict_apart": shares.different_class_share,

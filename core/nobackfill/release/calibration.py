@@ -165,6 +165,5 @@ def find_curve(
     """
     key = (query_space, gallery_space, origin)
     return next(
-        (c for c in manifest.calibration if (c.query_space, c.gallery_space, c.origin) == key),
-        None,
+        (c for c in manifest.calibration if (c.query_space, c.gallery_space, c.origin) == key), None
     )

@@ -20,8 +20,7 @@ def command(
         ),
     ],
     release: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Number of the release whose upgrade is shown."),
+        int, typer.Option(min=1, metavar="N", help="Number of the release whose upgrade is shown.")
     ],
     output: Annotated[
         Path,

@@ -102,11 +102,7 @@ def _cut(error: grpc.RpcError) -> bool:
 # retry therefore reaches another gateway.
 
 # Statuses of a gateway that stops or is overloaded, and of one that is gone or hangs.
-_LEAVE = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-)
+_LEAVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 def combine_channels(channels: Sequence[grpc.Channel]) -> grpc.Channel:

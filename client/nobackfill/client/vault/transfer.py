@@ -203,10 +203,7 @@ def _push_one(
 
 
 def _seal(
-    item: StoredItem,
-    queue: VaultQueue,
-    outbox: Path,
-    keys: list[Recipient],
+    item: StoredItem, queue: VaultQueue, outbox: Path, keys: list[Recipient]
 ) -> VaultEntry | None:
     """Encrypt an item's file into the outbox; return None if the file is gone or was changed."""
     image = local_image(item)

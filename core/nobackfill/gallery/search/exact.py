@@ -272,13 +272,7 @@ class ExactIndex:
         return hits
 
     def _settle(
-        self,
-        queries: Vectors,
-        k: int,
-        rough: Vectors,
-        rows: Rows,
-        among: Rows,
-        hits: Neighbours,
+        self, queries: Vectors, k: int, rough: Vectors, rows: Rows, among: Rows, hits: Neighbours
     ) -> None:
         """Search again the queries whose k-th neighbour is in doubt after rounding; update `hits`.
 

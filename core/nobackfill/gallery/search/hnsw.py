@@ -213,13 +213,7 @@ class HnswIndex:
         return None if ef >= count else min(max(k, wide if wide > self.graph.ef else 0), count)
 
     def _filtered(
-        self,
-        queries: Vectors,
-        k: int,
-        mask: Mask,
-        passing: int,
-        wide: int,
-        answer: Neighbours,
+        self, queries: Vectors, k: int, mask: Mask, passing: int, wide: int, answer: Neighbours
     ) -> Rows:
         """Fill the answers that the graph gives at lower cost than comparing every passing row.
 

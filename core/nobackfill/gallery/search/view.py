@@ -589,10 +589,7 @@ def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
 def _open_base(store: Store, spec: SpaceSpec, begin: OpenBase | None) -> Snapshot | None:
     if begin is None:
         return None
-    with (
-        contextlib.suppress(VerificationError, NotFoundError),
-        store.read_snapshot() as connection,
-    ):
+    with contextlib.suppress(VerificationError, NotFoundError), store.read_snapshot() as connection:
         stored = VectorsOnDisk(connection, find_space(connection, spec.space))
         base, others = begin(spec, stored.labels, stored)
         delta = ExactIndex(spec, stored.labels[others], stored[others])

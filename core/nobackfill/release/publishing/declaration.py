@@ -26,17 +26,8 @@ from nobackfill.release.publishing.preprocessing import (
     Size,
     read_preprocessing,
 )
-from nobackfill.release.publishing.sentence_head import (
-    Layer,
-    LayerKind,
-    PoolingMode,
-    read_layer,
-)
-from nobackfill.release.publishing.sentence_modules import (
-    MODULES,
-    parse_model_file,
-    read_modules,
-)
+from nobackfill.release.publishing.sentence_head import Layer, LayerKind, PoolingMode, read_layer
+from nobackfill.release.publishing.sentence_modules import MODULES, parse_model_file, read_modules
 
 _TOKENIZER = "tokenizer.json"
 # Suffixes of files that usually hold the larger weights of an ONNX file: always part of the digest.

@@ -18,11 +18,7 @@ from tuf.api.metadata import Root, TargetFile
 
 from nobackfill import durable
 from nobackfill.digests import sha256_bytes
-from nobackfill.errors import (
-    AlreadyExistsError,
-    BusyError,
-    CannotWriteError,
-)
+from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError
 from nobackfill.release.manifest import (
     Converter,
     PublishedFile,

@@ -27,12 +27,7 @@ from nobackfill.durable import (
     publish_dir,
     remove_temporary_files,
 )
-from nobackfill.errors import (
-    CannotWriteError,
-    ConfigurationError,
-    InvalidInputError,
-    NotFoundError,
-)
+from nobackfill.errors import CannotWriteError, ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.release.manifest import TEXT_ROLES, TextRole
 from nobackfill.release.publishing.declaration import (
     STATIC_MODULE,
