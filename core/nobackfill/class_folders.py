@@ -108,8 +108,7 @@ def list_images(
     if not folders:
         raise InvalidInputError(
             f"{root}: expected class folders holding images ({', '.join(PICTURE_SUFFIXES)}), got "
-            "none; "
-            "put each class's images into a folder of its own"
+            "none; put each class's images into a folder of its own"
         )
     if class_count is not None and class_count > len(folders):
         raise InvalidInputError(

@@ -221,8 +221,7 @@ def check_texts(texts: Sequence[str]) -> None:
     if size > LARGEST_CALL_BYTES:
         raise TooLargeError(
             f"expected texts of at most {LARGEST_CALL_BYTES >> 20} MiB together, got {size} "
-            "bytes; send "
-            "fewer at a time"
+            "bytes; send fewer at a time"
         )
 
 

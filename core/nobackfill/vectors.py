@@ -74,9 +74,8 @@ def check_vectors(
             else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
         raise UnusableRowsError(
-            f"{error_name}: expected {expected} in every row; {len(invalid)} "
-            f"of {len(checked)} rows differ, the first is row {invalid[0]}: correct them, or leave "
-            "them out",
+            f"{error_name}: expected {expected} in every row; {len(invalid)} of {len(checked)} "
+            f"rows differ, the first is row {invalid[0]}: correct them, or leave them out",
             invalid,
         )
     return checked

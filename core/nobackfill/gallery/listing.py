@@ -53,8 +53,7 @@ class ListingPosition:
         except ValueError as error:
             raise InvalidInputError(
                 "page_token: expected the next_page_token of the previous page, in a request "
-                "whose other fields are the same; leave page_token out to begin with the first "
-                "page"
+                "whose other fields are the same; leave page_token out to begin with the first page"
             ) from error
         return place
 

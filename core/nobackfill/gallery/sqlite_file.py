@@ -311,8 +311,7 @@ def read_format(connection: sqlite3.Connection, path: Path) -> int:
     if version > GALLERY_FORMAT:
         raise VerificationError(
             f"{path}: expected a gallery of format {GALLERY_FORMAT} or older, got format "
-            f"{version}; use "
-            f"{describe_writer(_writer(connection))}"
+            f"{version}; use {describe_writer(_writer(connection))}"
         )
     return version
 
@@ -1774,8 +1773,7 @@ def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
     if not has_free_bytes(path.parent):
         raise CannotWriteError(
             f"{path.parent}: no room for a gallery, which needs {LEAST_FREE_BYTES >> 10} KiB to "
-            "begin "
-            "with; free some space"
+            "begin with; free some space"
         )
     with translate_sqlite_errors(path), contextlib.closing(open_connection(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")

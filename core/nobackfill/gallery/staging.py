@@ -828,10 +828,9 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
     with store.read_snapshot() as connection:
         table = vector_table_name(find_space(connection, space).table_number)
         rows = connection.execute(
-            "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
-            f" FROM items i JOIN {table} v ON v.label = i.label"
-            " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
-            " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
+            "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty FROM items i JOIN "
+            f"{table} v ON v.label = i.label WHERE i.id IN (SELECT value FROM json_each(?)) AND "
+            "v.origin = 'upgraded' ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
             (json.dumps(list(ids)),),
         )
         return [item_from_row(row) for row in rows]
@@ -1006,9 +1005,8 @@ class RemainingVectors:
         condition, parameters = labels_sql_condition(labels)
         with self.store.read_snapshot() as connection:
             rows = connection.execute(
-                f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
-                f" FROM {vector_table_name(self.source.table_number)} WHERE {condition} "
-                "ORDER BY label",
+                f"SELECT label, embedding, {'side' if with_side else 'NULL'} FROM "
+                f"{vector_table_name(self.source.table_number)} WHERE {condition} ORDER BY label",
                 parameters,
             ).fetchall()
         spec = self.source.spec

@@ -163,8 +163,7 @@ def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]])
         if (np.isnan(left) != np.isnan(right)).any():
             raise ValueError(
                 "bootstrap of a difference: expected NaN at the same queries from both models, "
-                "got a query that only one of them answers; measure both models on the same "
-                "queries"
+                "got a query that only one of them answers; measure both models on the same queries"
             )
         answerable = np.flatnonzero(~np.isnan(left))
         if not len(answerable):

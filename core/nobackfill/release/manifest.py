@@ -951,8 +951,7 @@ def _refusal(name: str, error: ValidationError) -> str:
         )
     return (
         f"{name}: its manifest cannot be used ({join_validation_problems(error)}); its publisher "
-        "must publish "
-        "a new release"
+        "must publish a new release"
     )
 
 
@@ -1092,8 +1091,7 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     except ValidationError as error:
         raise UnfitError(
             f"converter {number}: its manifest cannot be used "
-            f"({join_validation_problems(error)}); it may "
-            "need a newer nobackfill"
+            f"({join_validation_problems(error)}); it may need a newer nobackfill"
         ) from error
     if manifest.converter != number:
         raise UnfitError(

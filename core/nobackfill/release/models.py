@@ -328,8 +328,7 @@ def no_vector_error(manifest: "Manifest | ImageModel") -> InvalidInputError:
     usable vector."""
     return InvalidInputError(
         f"image: the models of release {manifest.release} return no usable vector for this image "
-        "(zero, or not finite), which is common for images of a single colour; leave the image "
-        "out"
+        "(zero, or not finite), which is common for images of a single colour; leave the image out"
     )
 
 

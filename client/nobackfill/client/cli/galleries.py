@@ -168,8 +168,7 @@ def add(arguments: Namespace) -> None:
     output.print_result(
         answer,
         f"{len(report.added_names)} added, {report.duplicate_count} already there, "
-        f"{len(report.refusals)} refused; "
-        f"{total} items",
+        f"{len(report.refusals)} refused; {total} items",
     )
     if report.refusals:
         raise SystemExit(InvalidInputError.exit_code)

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
         Index as Index,
         Neighbours as Neighbours,
     )
-    from nobackfill.gallery.search.view import (
-        LiveView as LiveView,
-        Snapshot as Snapshot,
-    )
+    from nobackfill.gallery.search.view import LiveView as LiveView, Snapshot as Snapshot
 else:
     __getattr__ = export_lazily(__name__)

@@ -225,8 +225,7 @@ def lock_publication(repo: Path) -> Iterator[None]:
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
                 f"{folder}: this publication folder is on another file system than its parent, so "
-                "files cannot be renamed into the folder; publish into a new folder inside this "
-                "one"
+                "files cannot be renamed into the folder; publish into a new folder inside this one"
             )
         yield
 
