@@ -31,7 +31,7 @@ from nobackfill.training.config import (
     Augmentation,
     EmbedderConfig,
     PublishedSource,
-    SideEncoderConfig,
+    UpgradeConfig,
 )
 from nobackfill.training.data.augment import Augment, mix_pictures
 from nobackfill.training.data.pictures import (
@@ -81,15 +81,21 @@ class FrozenEncoder:
     encode_in_bf16: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
-def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
+def load_encoder(
+    run_dir: Path, kinds: tuple[str, ...] = ("embedder", "side_encoder")
+) -> tuple[ImageEncoder, Checkpoint]:
     """Load the finished embedder or side encoder of a run folder, in eval mode, without gradients.
 
     The encoder is on the CPU. Building it draws from torch's default generator.
 
+    Args:
+        run_dir: the folder of a finished run.
+        kinds: the kinds of run that are accepted.
+
     Raises:
-        ConfigurationError: the run is missing, unfinished, or neither an embedder nor a side
-            encoder; its configuration has unknown keys; its tensors do not fit the network; or the
-            package of its backbone is not installed.
+        ConfigurationError: the run is missing, unfinished or of another kind; its configuration has
+            unknown keys; its tensors do not fit the network; or the package of its backbone is not
+            installed.
         VerificationError: the checkpoint is damaged or was not written by train.py.
         OSError: the checkpoint exists, but cannot be opened.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
@@ -97,10 +103,10 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     """
     checkpoint = read_finished(run_dir)
     config = checkpoint.config
-    if not isinstance(config, EmbedderConfig | SideEncoderConfig):
+    if isinstance(config, UpgradeConfig) or config.kind not in kinds:
         raise ConfigurationError(
-            f"{run_dir}: expected the run folder of a training of kind embedder or side_encoder, "
-            f"got one of kind {config.kind}; name another run folder"
+            f"{run_dir}: expected the run folder of a training of kind {' or '.join(kinds)}, got "
+            f"one of kind {config.kind}; name another run folder"
         )
     encoder = build_encoder(config)
     load_part(encoder, checkpoint, "encoder")
@@ -121,13 +127,9 @@ def load_classifier(run_dir: Path) -> Classifier:
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
     """
-    encoder, checkpoint = load_encoder(run_dir)
+    encoder, checkpoint = load_encoder(run_dir, ("embedder",))
     config = checkpoint.config
-    if not isinstance(config, EmbedderConfig):
-        raise ConfigurationError(
-            f"{run_dir}: expected the run folder of a training of kind embedder, got one of kind "
-            f"{config.kind}; name another run folder"
-        )
+    assert isinstance(config, EmbedderConfig), "its kind says so"
     head: Head = build_head(
         config.head,
         len(checkpoint.class_names),
@@ -159,12 +161,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
     """
-    encoder, checkpoint = load_encoder(run_dir)
-    if checkpoint.config.kind != kind:
-        raise ConfigurationError(
-            f"{run_dir}: expected the run folder of a training of kind {kind}, got one of kind "
-            f"{checkpoint.config.kind}; name another run folder"
-        )
+    encoder, checkpoint = load_encoder(run_dir, (kind,))
     device = fastest_device()
     encoder.to(device)
     size = _AT_ONCE[device.type]
