@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nobackfill.adopt.embedding.text_files import fingerprint_and_role
+from nobackfill.adopt.embedding.text_files import fingerprint_and_role, finish_vectors
 from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
     UnusableItemsError,
-    UnusableRowsError,
     join_few,
 )
 from nobackfill.framing import Frame
@@ -31,7 +30,7 @@ from nobackfill.release.publishing.declaration import (
 from nobackfill.release.publishing.sentence_head import pool_tokens
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 from nobackfill.text import BatchTokenizer
-from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
+from nobackfill.vectors import InputKind, Vectors
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}
 
@@ -274,21 +273,8 @@ class OnnxModel:
                 f"{self._path}: onnxruntime cannot run the model on these items ({error}); leave "
                 "them out, or export the model again"
             ) from error
-        vectors = self._pooled(output, mask)
-        try:
-            for layer in self._layers:
-                vectors = layer(vectors)
-        except ValueError as error:
-            raise InvalidInputError(
-                f"{self._path}: the sentence-transformers modules after the pooling cannot read "
-                f"vectors of dimension {vectors.shape[1]} ({error}); copy the folders of this "
-                "model's own modules next to the ONNX file"
-            ) from error
-        try:
-            checked = check_vectors(vectors, vectors.shape[1], error_name=f"output of {self._path}")
-        except UnusableRowsError as error:
-            raise UnusableItemsError(str(error)) from error
-        return normalise(checked) if self._declared.normalise else checked
+        pooled = self._pooled(output, mask)
+        return finish_vectors(pooled, self._layers, self._declared, self._path)
 
     def _run(self, feed: Mapping[str, Any], count: int) -> Vectors:
         """Run the graph on `count` items, in groups of the size that the graph fixes."""

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, Field
 
-from nobackfill.adopt.embedding.text_files import fingerprint_and_role
-from nobackfill.errors import InvalidInputError, UnusableItemsError, UnusableRowsError
+from nobackfill.adopt.embedding.text_files import fingerprint_and_role, finish_vectors
+from nobackfill.errors import InvalidInputError, UnusableItemsError
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
 from nobackfill.release.publishing.sentence_modules import parse_model_file
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_embedding_table
 from nobackfill.text import BagTokenizer
-from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
+from nobackfill.vectors import InputKind, Vectors
 
 
 class Model2vecConfig(BaseModel):
@@ -112,21 +112,7 @@ class StaticModel:
             known = ids if self._unknown is None else ids[ids != self._unknown]
             if len(known):
                 vectors[row] = self._table[known].mean(0)
-        try:
-            for layer in self._layers:
-                vectors = layer(vectors)
-        except ValueError as error:
-            raise InvalidInputError(
-                f"{self._table_file}: the sentence-transformers modules after this table cannot "
-                f"read its vectors of dimension {vectors.shape[1]} ({error}); copy all files of "
-                "the folder from one model"
-            ) from error
-        try:
-            what = f"output of {self._table_file}"
-            checked = check_vectors(vectors, vectors.shape[1], error_name=what)
-        except UnusableRowsError as error:
-            raise UnusableItemsError(str(error)) from error
-        return normalise(checked) if self._declared.normalise else checked
+        return finish_vectors(vectors, self._layers, self._declared, self._table_file)
 
 
 def _unknown_token(tokenizer: bytes, vocabulary: dict[str, int]) -> int | None:
