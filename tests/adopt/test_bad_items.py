@@ -304,7 +304,12 @@ def test_ctrl_c_keeps_each_batch_that_was_finished(tmp_path: Path) -> None:
     with serving(script) as (url, asked):
         words = ["embed", "items.jsonl", "--with", url, "--model-name", "m", "--out", "out"]
         command = [sys.executable, "-m", "nobackfill.adopt.cli", *words, "--batch", "8"]
-        child.append(subprocess.Popen(command, cwd=tmp_path, env=dict(os.environ)))
-        assert child[0].wait(60) != 0
+        environment = dict(os.environ)
+        child.append(
+            subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+        )
+        _, error = child[0].communicate(timeout=60)
+        assert child[0].returncode == 130
+    assert b"to continue, run: nobackfill embed items.jsonl" in error
     assert kept(tmp_path / "out") == {str(number) for number in range(24)}
     assert len(asked) == 4

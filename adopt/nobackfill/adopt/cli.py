@@ -7,7 +7,8 @@ import difflib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,6 +131,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# Exit code of a command that Ctrl-C ended, as typer has it for the others.
+_INTERRUPTED = 130
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Print the command that continues where Ctrl-C ends a command that keeps what it wrote."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _tell(f"interrupted: what was written is kept; {_continuation()}")
+        raise typer.Exit(_INTERRUPTED) from None
+
 
 _FORMS = "`nobackfill --help` lists the forms of an address."
 SourceArgument = Annotated[
@@ -363,6 +378,7 @@ def sample(
 
 
 @app.command()
+@_interruptible()
 def embed(
     items: Annotated[
         str,
@@ -750,6 +766,7 @@ def withdraw(
 
 
 @app.command()
+@_interruptible()
 def carry(
     source: TargetArgument,
     to: Annotated[
@@ -1009,8 +1026,6 @@ Work = Annotated[
     ),
 ]
 _WORK = Path("nobackfill-migration")
-# Exit code of a command that Ctrl-C ended, as typer has it for the others.
-_INTERRUPTED = 130
 
 
 @migrate_commands.command()
@@ -1207,7 +1222,7 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
 
 def _interruption(migration: "Migration", work: Path) -> str:
     """Write what an interrupted run has done, what remains, and the command that continues."""
-    again = f"to continue, run: {shlex.join(['nobackfill', *sys.argv[1:]])}"
+    again = _continuation()
     undo = shlex.join(["nobackfill", "migrate", "back", "--work", str(work)])
     try:
         progress = migration.status()
@@ -1300,6 +1315,10 @@ def finish(work: Work = _WORK) -> None:
         print("migration finished: the old vectors are dropped")
     else:
         print("migration finished: the old vectors stay in their column, which other rows share")
+
+
+def _continuation() -> str:
+    return f"to continue, run: {shlex.join(['nobackfill', *sys.argv[1:]])}"
 
 
 def _tell(line: str) -> None:
