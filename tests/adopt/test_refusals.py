@@ -238,8 +238,8 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
         said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)
         assert "no column 'nope'; correct the name. The columns are " in said
     assert "the name of a table" in refused(["inspect", address], 65, monkeypatch, capsys)
-    gone = refused(["inspect", f"{address}#keyless"], 69, monkeypatch, capsys)
-    assert "does not exist" in gone
+    gone = refused(["inspect", f"{address}#keyless"], 66, monkeypatch, capsys)
+    assert "does not exist; correct DATABASE of postgresql://" in gone
     nobody = "postgresql://127.0.0.1:1/db#t"
     said = refused(["inspect", nobody], 69, monkeypatch, capsys)
     assert "PostgreSQL reports" in said and "check that the server runs" in said

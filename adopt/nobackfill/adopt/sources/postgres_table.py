@@ -178,6 +178,8 @@ _CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
     (psycopg.Error, InvalidInputError),
 ]
 
+# A refused connection has no SQLSTATE in psycopg, so a missing database is known by its message.
+_NO_DATABASE = re.compile(r'FATAL: +database ".*" does not exist')
 # Faults of an address, by the start of libpq's message, whose end may hold a password.
 _FAULTS = {
     'missing "="': "it does not begin with postgresql://",
@@ -220,6 +222,11 @@ def translate_errors(name: str) -> Iterator[None]:
                 "PGPASSWORD"
             ) from None
         said = str(error).strip().splitlines() or [type(error).__name__]
+        if _NO_DATABASE.search(said[0]):
+            raise NotFoundError(
+                f"{name}: PostgreSQL reports: {said[0]}; correct DATABASE of "
+                "postgresql://USER@HOST/DATABASE#TABLE"
+            ) from error
         # Without a state, libpq says so itself: no server answered, or the connection broke.
         unreached = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         check = (
