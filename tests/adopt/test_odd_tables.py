@@ -193,6 +193,8 @@ def test_two_models_in_one_column_are_counted(database: tuple[str, Connection]) 
     found = inspect(open_source(f"{address}#docs"))
     assert found.count == 170
     assert "24 in 120 rows, 3 in 50 rows" in found.sentences[-1]
+    condition = found.sentences[-1].split("--where '")[1].rstrip("'").replace("COLUMN", "v")
+    assert inspect(open_source(f"{address}#docs", where=condition)).dim == 24
     connection.execute("CREATE TABLE one AS SELECT * FROM docs WHERE vector_dims(v) = 24")
     connection.execute("ALTER TABLE one ADD PRIMARY KEY (id)")
     assert inspect(open_source(f"{address}#one")).dim == 24

@@ -276,6 +276,7 @@ def test_inspect_tells_what_is_wrong_and_what_has_changed(
     with pytest.raises(SystemExit):
         main()
     said = capsys.readouterr().out
+    assert "take the sample from all rows" in said
     assert "600 vectors of dimension 24" in said
     assert "duplicates: 1" in said
     assert "NaN or infinity in 1 rows, only zeros in 1" in said
@@ -285,7 +286,8 @@ def test_inspect_tells_what_is_wrong_and_what_has_changed(
     monkeypatch.setattr("sys.argv", ["nobackfill", "inspect", str(calm)])
     with pytest.raises(SystemExit):
         main()
-    assert float(capsys.readouterr().out.split("rows differ ")[1].split(" ")[0]) < 2
+    said = capsys.readouterr().out
+    assert float(said.split("rows differ ")[1].split(" ")[0]) < 2 and "so no drift" in said
 
 
 def test_a_sample_is_spread_seeded_and_as_large_as_asked(

@@ -651,8 +651,9 @@ class Inspection:
             )
         if self.drift is not None:
             lines.append(
-                f"the first and the last rows differ {self.drift:.1f} times as much as by chance"
-                + ("; take the sample from all rows" if self.drift > 5 else "")
+                f"the first and the last rows differ {self.drift:.1f} times as much as two random "
+                "parts would"
+                + ("; take the sample from all rows" if self.drift > 5 else ", so no drift")
             )
         return lines + self.refusals
 
@@ -679,9 +680,9 @@ def inspect(source: Source) -> Inspection:
     if isinstance(source, Dimensioned) and len(mixed := source.count_by_dim()) > 1:
         each = join_few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
         why = (
-            f"vectors of several dimensions: {each}; a map needs one dimension, so give each "
-            "model's rows a table of their own (CREATE TABLE … AS SELECT … WHERE vector_dims(…) = "
-            "…, with its key)"
+            f"vectors of several dimensions: {each}; a map needs one dimension, so choose the rows "
+            "of one model with --where, as in --where 'vector_dims(COLUMN) = "
+            f"{next(iter(mixed))}'"
         )
         return Inspection(facts, sum(mixed.values()), None, None, 0, 0, 0, None, [why])
     hashes = array("q")
