@@ -104,7 +104,7 @@ START = ("--new", "new/model.onnx", "--column", "body", "-n", "120")
 
 
 def test_a_migration_without_a_verdict_writes_nothing(
-    documents: tuple[str, Connection, Path],
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, connection, folder = documents
     migration = Migration(folder / "work")
@@ -119,6 +119,8 @@ def test_a_migration_without_a_verdict_writes_nothing(
         migration.write(print)
     assert columns(connection) == {"id", "body", "v"}
     assert migration.plan().state == "deciding"
+    assert run("status", "--work", str(folder / "work")) == 0
+    assert "nothing is written to the table yet" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -857,9 +859,9 @@ def test_progress_counts_what_an_earlier_run_wrote(
     monkeypatch.setattr("nobackfill.adopt.migrating._EVERY", 0.0)
     monkeypatch.setattr(NativeVectorComputer, "window_rows", 100)
     assert run(source, *START) == 0
-    assert re.search(
-        r"120 of 120 items embedded, \d+ a second, [\d.]+ \w+ left", capsys.readouterr().err
-    )
+    shown = capsys.readouterr().err
+    assert re.search(r"120 of 120 items embedded, \d+ a second, [\d.]+ \w+ left", shown)
+    assert "less than 2 s left" in shown and "ms left" not in shown
     make = NativeVectorComputer.compute
     calls: list[int] = []
 

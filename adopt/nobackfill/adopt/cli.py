@@ -1252,6 +1252,8 @@ def status(work: Work = _WORK, as_json: Json = False) -> None:
     line = f"migration of {plan.source_address}: {plan.state}"
     if plan.verdict:
         line += f", verdict {plan.verdict}"
+    if plan.state == "deciding":
+        line += "; nothing is written to the table yet, and the same `nobackfill migrate` continues"
     if progress.total_rows:
         line += f", {progress.migrated_rows} of {progress.total_rows} rows have a new vector"
     answer = {

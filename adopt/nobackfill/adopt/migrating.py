@@ -984,9 +984,10 @@ class _Counter:
             self._last = now
             rate = count / max(1e-9, now - self._start)
             left = (self._total - units) / max(1e-9, rate)
+            remains = f"{format_duration(left)} left" if left >= 2 else "less than 2 s left"
             self.tell(
                 f"{units} of {self._total} {self._unit} {self._verb}, {rate:.0f} a second, "
-                f"{f'{format_duration(left)} left' if left else self._next}"
+                f"{remains if left else self._next}"
             )
         self.check()
 
