@@ -910,8 +910,11 @@ def test_a_mistyped_column_does_not_bind_the_next_run(
     for model in ("new/model.onnx", "new/modle.onnx"):
         assert run(source, "--new", model, "--column", "bodi", "-n", "60") == 65
         error = capsys.readouterr().err
-        assert "expected --column to name a column of the store, got 'bodi'" in error
-        assert "The columns are body" in error and "sampling" not in error
+        assert "expected --column to name a column of texts, got 'bodi'" in error
+        assert (
+            "Besides the key and the vectors, the columns are body" in error
+            and "sampling" not in error
+        )
         assert run(source, "--new", model, "--items", "nowhere.jsonl") in (65, 66)
         assert "nowhere.jsonl" in capsys.readouterr().err
     assert not (folder / "nobackfill-migration").exists()

@@ -208,8 +208,8 @@ def _check_column(source: Source, column: str) -> None:
         source.read_column(next(iter(source.windows(1)), Window()), column)
     except InvalidInputError as error:
         raise InvalidInputError(
-            f"{name}: expected --column to name a column of the store, got {column!r}; correct "
-            f"the name. The columns are {join_few(known) or 'none'}"
+            f"{name}: expected --column to name a column of texts, got {column!r}; correct the "
+            f"name. Besides the key and the vectors, the columns are {join_few(known) or 'none'}"
         ) from error
 
 
