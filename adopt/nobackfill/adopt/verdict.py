@@ -836,7 +836,8 @@ def _curve_notes(curves: LazyReembeddingCurves, count: int, judged_by: str) -> l
     if curve[-1] > raw[-1] + MOST_BELOW:
         notes.append(
             f"with all of them native, both models together have {name} {100 * curve[-1]:.1f} and "
-            f"the new one alone {100 * raw[-1]:.1f}: go on with rank fusion"
+            f"the new one alone {100 * raw[-1]:.1f}: to keep that, let searches ask both models "
+            "after re-embedding, too"
         )
     if (below := valley_depth(raw)) > MOST_BELOW:
         notes.append(
