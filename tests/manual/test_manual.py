@@ -130,6 +130,9 @@ def test_the_researchers_blocks_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
+        if arguments[0] == "-c":
+            printed = done.stdout.splitlines()
+            assert len(printed) == 2 and all(f"`{line}`" in text for line in printed)
 
 
 def test_first_snippets_run_twice_and_without_scores(
