@@ -88,8 +88,18 @@ def select_space(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
     for info in spaces:
         if info.spec.space == space:
             return info
+    raise missing_space_error(spaces, space)
+
+
+def missing_space_error(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
+    """Return, without raising it, the error for a space that a gallery does not have.
+
+    Args:
+        spaces: The gallery's spaces, which the message lists; they may be empty.
+        space: Id of the missing space.
+    """
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
-    raise IncompatibleSpaceError(
+    return IncompatibleSpaceError(
         f"the gallery has no vectors of the space {space}; it has those of "
         f"{listed or 'no release'}. Use a model of one of these releases"
     )

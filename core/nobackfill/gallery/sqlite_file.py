@@ -36,7 +36,14 @@ from nobackfill.errors import (
     describe_writer,
 )
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, select_space
+from nobackfill.gallery.spec import (
+    Metadata,
+    Origin,
+    SpaceInfo,
+    SpaceSpec,
+    State,
+    missing_space_error,
+)
 from nobackfill.vectors import Metric, Vectors
 
 VECTOR_TABLE = (
@@ -125,7 +132,11 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
         DamagedError: A row of the table of spaces is invalid.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    return select_space(read_spaces(connection), space)
+    spaces = read_spaces(connection)
+    for info in spaces:
+        if info.spec.space == space:
+            return info
+    raise missing_space_error(spaces, space)
 
 
 def read_commit_count(connection: sqlite3.Connection) -> int:
