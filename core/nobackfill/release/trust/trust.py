@@ -847,8 +847,9 @@ class Trust:
             NotFoundError: Nothing was fetched yet.
         """
         targets = self._trusted().targets.targets
-        reasons = {release_of_manifest(path): withdrawal_reason(targets[path]) for path in targets}
-        return {n: reasons[n] for n in sorted(n for n in reasons if n is not None)}
+        numbers = [(release_of_manifest(path), path) for path in targets]
+        releases = sorted((number, path) for number, path in numbers if number is not None)
+        return {number: withdrawal_reason(targets[path]) for number, path in releases}
 
     def is_offered_to(self, release: int, device: str) -> bool:
         """Tell whether a release is offered to a device.
