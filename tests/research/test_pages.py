@@ -140,7 +140,7 @@ def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
     for written in (*shown, *(copy.with_suffix(".md") for copy in copies)):
         assert written.read_text() == (ROOT / written.relative_to(tmp_path)).read_text()
     pages = [rewrite_tables(page) for page in shown]
-    assert [len(files) for files in pages] == [4, 1]
+    assert [len(files) for files in pages] == [8, 1]
     for written in pages[0]:
         full = written.resolve().relative_to(tmp_path.resolve()).with_suffix(".md")
         assert (tmp_path / full).read_text() == (ROOT / full).read_text()
