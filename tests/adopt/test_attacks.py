@@ -336,7 +336,7 @@ def test_ids_that_come_twice_are_told_in_one_pass(tmp_path: Path) -> None:
     ids = [*range(200_000), 199_999]
     path.write_text("".join(f'{{"id": {one}, "text": "x"}}\n' for one in ids))
     begun = time.process_time()
-    with pytest.raises(InvalidInputError, match="each id once, got '199999' again"):
+    with pytest.raises(InvalidInputError, match="each id once, found '199999' at several items"):
         read_items(str(path), column="text")
     assert time.process_time() - begun < 40
 

@@ -99,7 +99,7 @@ def test_lines_that_are_none_are_named_and_left_out(
         for words in (
             "items.jsonl:5: expected a JSON object",
             "items.jsonl:6: expected a JSON object",
-            "3: an earlier line has this id",
+            "3: an earlier line has the same id",
             "s: expected an id and a text in valid Unicode",
         ):
             assert words in said.err

@@ -240,7 +240,7 @@ def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
         open_source("chroma:http://elsewhere:8000#docs")
     with pytest.raises(InvalidInputError, match="chroma run --path"):
         open_source(f"chroma:{tmp_path}#docs")
-    with pytest.raises(InvalidInputError, match="the name of a collection"):
+    with pytest.raises(InvalidInputError, match="found no COLLECTION"):
         open_source("chroma:http://localhost:8000")
     with pytest.raises(InvalidInputError, match="TENANT/DATABASE"):
         open_source("chroma:http://localhost:8000/one#docs")

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 from PIL import Image
+from safetensors.numpy import save_file
 
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.digests import sha256_bytes
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
 from nobackfill.release.publishing.sentence_head import Layer, PoolingMode, pool_tokens
 from tests.adopt.made import world, write_parquet
@@ -82,8 +84,15 @@ def test_pooling_is_what_a_loop_over_the_tokens_gives(mode: PoolingMode) -> None
 
 
 def test_a_layer_whose_weights_are_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"model\.safetensors: .* cannot be read"):
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors: cannot read this file"):
         Layer(kind="LayerNorm", folder=tmp_path).open()
+    save_file({"norm.weight": np.ones(3, np.float32)}, file)
+    layer = Layer(kind="LayerNorm", sha256=sha256_bytes(file.read_bytes()), folder=tmp_path)
+    with pytest.raises(
+        InvalidInputError, match=r"norm\.bias of a LayerNorm.* found none named norm"
+    ):
+        layer.open()
 
 
 def test_an_export_of_sentence_transformers_needs_no_declaration(tmp_path: Path) -> None:
@@ -145,7 +154,7 @@ def test_a_run_goes_on_and_another_model_is_refused(
         rows.vectors[rows.ids.index("t7")], model.embed(items.contents)[7], atol=1e-6
     )
     for other in (text_model(tmp_path / "n", 1), text_model(tmp_path / "m", 0, pooling="cls")):
-        with pytest.raises(IncompatibleSpaceError, match="a folder of its own"):
+        with pytest.raises(IncompatibleSpaceError, match="name another folder with --out"):
             embed_into(tmp_path / "out", items, open_embedder(str(other)))
     assert len(read_all(open_source(str(tmp_path / "out")))) == 50
 
@@ -208,7 +217,7 @@ def test_what_cannot_be_embedded_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"bad\.jsonl:2"):
         read_items(str(lines), column="text")
     lines.write_text('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}\n')
-    with pytest.raises(InvalidInputError, match="each id once, got '1' again"):
+    with pytest.raises(InvalidInputError, match="each id once, found '1' at several items"):
         read_items(str(lines), column="text")
     images = image_model(tmp_path / "image.onnx")
     items = read_items(str(write_lines(tmp_path / "t.jsonl", ["a"])), column="text")

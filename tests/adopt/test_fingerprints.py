@@ -230,9 +230,9 @@ def test_models_that_read_queries_otherwise(
     asked = embed("queries.jsonl", "new", "new-queries", "--queries")
     np.testing.assert_allclose(asked, expected(tmp_path / "new", f"query: {bodies[7]}"), atol=1e-6)
     for model, out, more, why in (
-        ("new", "new-items", ["--queries"], "holds vectors of documents, expected queries"),
-        ("new", "new-queries", [], "holds vectors of queries, expected documents"),
-        ("old", "old-queries", [], "holds vectors of queries by"),
+        ("new", "new-items", ["--queries"], "vectors of queries, found vectors of documents"),
+        ("new", "new-queries", [], "vectors of documents, found vectors of queries"),
+        ("old", "old-queries", [], "found vectors of queries by"),
     ):
         words = ["queries.jsonl", "--with", f"{model}/model.onnx", "--out", out, *more]
         assert why in refused(["embed", *words], 65, monkeypatch, capsys)

@@ -122,7 +122,7 @@ def test_weights_whose_header_is_no_object_are_refused(header: str, tmp_path: Pa
         (tmp_path / name).write_text("{}")
     length = len(header).to_bytes(8, "little")
     (tmp_path / "model.safetensors").write_bytes(length + header.encode())
-    with pytest.raises(InvalidInputError, match="cannot be read as safetensors"):
+    with pytest.raises(InvalidInputError, match="expected weights in the format safetensors"):
         open_embedder(str(tmp_path))
 
 

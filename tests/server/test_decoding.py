@@ -124,7 +124,9 @@ def test_a_batch_that_costs_too_much_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(TooLargeError, match="smaller copies"), shared.admit_batch([bomb] * 256):
         pytest.fail("admitted")
     assert time.thread_time() - began < 1
-    allowed = embedding.fit_decode_budget([bomb] * 256)
+    errors = embedding.decode_budget_errors([bomb] * 256)
+    allowed = [error is None for error in errors]
+    assert "19200 million pixels at once, expected at most 2000 million" in str(errors[-1])
     assert allowed == [True] * allowed.count(True) + [False] * allowed.count(False)
     assert 5 < allowed.count(True) < 100
     dear = [bomb] * 20

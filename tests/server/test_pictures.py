@@ -115,7 +115,7 @@ def test_what_a_message_cannot_afford_is_refused_by_name(
     answer = shared.raw.put(items, gallery)
     assert answer.stored == 5
     assert [error.id for error in answer.errors] == ["a5", "a6", "a0", "a1"]
-    assert "fewer at a time" in answer.errors[0].message
+    assert "fewer images" in answer.errors[0].message
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from nobackfill.adopt.embedding.text_files import fingerprint_and_role, finish_vectors
 from nobackfill.errors import InvalidInputError, UnusableItemsError
 from nobackfill.release.publishing.declaration import Declaration
-from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
+from nobackfill.release.publishing.sentence_head import WEIGHTS, read_model_file
 from nobackfill.release.publishing.sentence_modules import parse_model_file
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_embedding_table
 from nobackfill.text import BagTokenizer
@@ -58,7 +58,7 @@ class StaticModel:
         self._declared = own.declaration
         self._table_file = own.weights[0]
         self._table = read_embedding_table(self._table_file)
-        data = read_weights(own.tokenizer)
+        data = read_model_file(own.tokenizer)
         self._tokenizer = BagTokenizer(data, str(own.tokenizer))
         self._unknown: int | None = None
         self._characters: int | None = None

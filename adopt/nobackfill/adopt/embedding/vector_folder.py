@@ -132,9 +132,15 @@ def _line_texts(
     texts: dict[str, str] = {}
     for one in lines:
         if one.id in texts:
-            refusals[one.id] = "an earlier line has this id, and its text is embedded"
+            refusals[one.id] = (
+                "an earlier line has the same id, and only its text is embedded; change the id of "
+                "this line, or remove the line"
+            )
         elif not _is_unicode(one.id + one.text):
-            refusals[one.id] = "expected an id and a text in valid Unicode; correct this item"
+            refusals[one.id] = (
+                "expected an id and a text in valid Unicode, found half of a surrogate pair; "
+                "correct this line"
+            )
         else:
             texts[one.id] = one.text
     if refusals and not texts:
@@ -194,7 +200,8 @@ def _wanted(
 ) -> ItemList:
     if twice := repeated_ids(ids):
         raise InvalidInputError(
-            f"{address}: expected each id once, got {twice[0]!r} again; remove one of the items"
+            f"{address}: expected each id once, found {twice[0]!r} at several items; change their "
+            "ids, or remove all but one of them"
         )
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
@@ -202,14 +209,14 @@ def _wanted(
     for text in (*ids, *(map(str, values) if kind == "text" else ())):
         if not _is_unicode(text):
             raise InvalidInputError(
-                f"{address}: expected ids and texts in valid Unicode, got {text[:64]!r}; correct "
-                "this item"
+                f"{address}: expected ids and texts in valid Unicode, found half of a surrogate "
+                f"pair in {text[:64]!r}; correct this id or text"
             )
     if not ids:
         raise NotFoundError(
             f"{address}: expected items to embed, found none"
             + (
-                " with the ids of --only; correct the ids in that file"
+                " with the ids of --only; correct the ids in the file of --only"
                 if only is not None
                 else "; name another folder or file"
             )
@@ -231,7 +238,8 @@ def content_digest(value: str | Path) -> str:
         data = value.encode() if isinstance(value, str) else value.read_bytes()
     except OSError as error:
         raise InvalidInputError(
-            f"{value}: the file of texts cannot be read ({error.strerror}); check its permissions"
+            f"{value}: cannot read this file ({error.strerror}); check that it exists and its "
+            "permissions"
         ) from error
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -407,9 +415,9 @@ class EmbeddingRun:
         else:
             if self._dim not in (None, vectors.shape[1]):
                 raise InvalidInputError(
-                    f"the model of --with: expected vectors of dimension {self._dim}, as it "
-                    f"returned before, got {vectors.shape[1]}; write the vectors of each model "
-                    "into a folder of its own (--out)"
+                    f"the model of --with: expected vectors of one dimension, got {self._dim} for "
+                    f"the first items and {vectors.shape[1]} for later ones; check that --with "
+                    "names one model"
                 )
             self._dim = vectors.shape[1]
             self.embedded_count += len(rows)
@@ -464,15 +472,14 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
     source = ParquetSource(folder)
     if source.facts().model != embedder.fingerprint:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of another model, or of the same model with other settings; "
-            "write the vectors of each model into a folder of its own (--out)"
+            f"{folder}: expected vectors of the model of --with, found those of another model, or "
+            "of this model with other settings; name another folder with --out"
         )
     if source.text_role() != embedder.text_role:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of {source.text_role()[:30] or 'texts of any role'}, "
-            "expected "
-            f"{embedder.text_role[:30] or 'texts of any role'}; write the vectors of queries into "
-            "a folder of their own (--out)"
+            f"{folder}: expected vectors of {embedder.text_role[:30] or 'texts of any role'}, "
+            f"found vectors of {source.text_role()[:30] or 'texts of any role'}; name another "
+            "folder with --out"
         )
     values: dict[str, str | Path] = dict(zip(items.ids, items.contents, strict=True))
     present: set[str] = set()

@@ -37,7 +37,7 @@ def open_source(
     """Open the store at an address, for reading and for new vectors. Nothing is written.
 
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
-    with the place, the collection, `vector`, and with `key` and `where` by name if they are given.
+    with PLACE, COLLECTION, `vector`, and with `key` and `where` by name if they are given.
     It returns a Source.
 
     Connections open at once or at the first use; a source that is Searchable has `close`, which the
@@ -83,18 +83,20 @@ def open_source(
         return PgvectorSource(server, table, key, vector)
     kind, colon, rest = address.partition(":")
     if colon and kind in plugin_names("sources"):
-        place, _, collection = rest.partition("#")
-        if not place or not collection:
+        store_address, _, collection = rest.partition("#")
+        if not store_address or not collection:
+            # Not the address itself: it may hold a password.
             raise InvalidInputError(
-                f"SOURCE: expected a place and the name of a collection, as in "
-                f"{kind}:PLACE#COLLECTION; one of them is missing"
+                f"SOURCE: expected {kind}:PLACE#COLLECTION, where PLACE is the address of a "
+                "server, a file or a folder, found no "
+                f"{'COLLECTION' if store_address else 'PLACE'}; add it"
             )
         plugin = load_plugin("sources", kind)
         options = {"key": key, "where": where}
         options = {name: value for name, value in options.items() if value is not None}
         for name in options.keys() - signature(plugin).parameters.keys():
             raise InvalidInputError(f"{kind}: {_NO_OPTION[name]}")
-        source: Source = plugin(place, collection, vector, **options)
+        source: Source = plugin(store_address, collection, vector, **options)
         return source
     if where is not None:
         raise InvalidInputError(f"--where: {_NO_OPTION['where']}")

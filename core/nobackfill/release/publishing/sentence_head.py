@@ -143,20 +143,21 @@ class Layer(BaseModel):
         if self.kind == "Normalize":
             return {}
         file = self.folder / WEIGHTS
-        data = read_weights(file)
+        data = read_model_file(file)
         if sha256_bytes(data) != self.sha256:
             raise InvalidInputError(f"{file}: changed while it was read; run the command again")
         tensors = read_tensors(data, file)
         if missing := [name for name in _TENSORS[self.kind] if name not in tensors]:
             raise InvalidInputError(
-                f"{file}: the weights of this module cannot be read as safetensors (it lacks "
-                f"{', '.join(missing)}); save the model again"
+                f"{file}: expected the tensors {' and '.join(_TENSORS[self.kind])} of a "
+                f"{self.kind} layer, found none named {' or '.join(missing)}; save the model again "
+                "with sentence-transformers, or download the model again"
             )
         return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
-def read_weights(file: Path) -> bytes:
-    """Return the bytes of a file of weights.
+def read_model_file(file: Path) -> bytes:
+    """Return the bytes of a file of a model's folder, such as its weights.
 
     Raises:
         InvalidInputError: It cannot be read; the message names it.
@@ -165,8 +166,8 @@ def read_weights(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise InvalidInputError(
-            f"{file}: the weights of this module cannot be read ({error.strerror}); check its "
-            "permissions"
+            f"{file}: cannot read this file of the model ({error.strerror}); check that the file "
+            "exists and its permissions, or download the model again"
         ) from error
 
 
@@ -198,7 +199,8 @@ def read_tensors(data: bytes, file: Path) -> dict[str, Any]:
         return tensors
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
-            f"{file}: the weights of this module cannot be read as safetensors ({error}); save the "
+            f"{file}: expected weights in the format safetensors, found a file that cannot be read "
+            f"as such ({error}); save the model again with sentence-transformers, or download the "
             "model again"
         ) from error
 
@@ -241,22 +243,22 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
             config = _LayerConfig.model_validate_json(place.read_bytes())
     except OSError as error:
         raise InvalidInputError(
-            f"{place}: the settings of this module cannot be read ({error.strerror}); check its "
-            "permissions"
+            f"{place}: cannot read the settings of the layer {kind} ({error.strerror}); check that "
+            "the file exists and its permissions"
         ) from error
     except ValidationError as error:
         raise InvalidInputError(
-            f"{place}: settings of the module differ from those that sentence-transformers writes "
-            f"({error}); download the model again, or save the model again with "
+            f"{place}: expected settings of the layer {kind} as sentence-transformers writes them, "
+            f"found others ({error}); download the model again, or save the model again with "
             "sentence-transformers"
         ) from error
     library, _, activation = config.activation_function.rpartition(".")
     known = activation in _ACTIVATIONS and library.startswith("torch.nn.")
     source = config.module_input_name
     target = config.module_output_name or source
-    unknown = [] if known else [f"activation {config.activation_function}"]
+    unknown = [] if known else [f"the activation {config.activation_function}"]
     if {source, target} != {"sentence_embedding"}:
-        unknown.append(f"from {source} to {target}")
+        unknown.append(f"a layer that reads {source!r} and writes {target!r}")
     if unknown:
         raise InvalidInputError(
             f"{place}: nobackfill does not apply {', '.join(unknown)}; export the whole model, so "
@@ -274,6 +276,6 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         kind=kind,
         activation=activation if dense else "Identity",
         residual=dense and config.use_residual,
-        sha256=sha256_bytes(read_weights(file)),
+        sha256=sha256_bytes(read_model_file(file)),
         folder=folder,
     )

@@ -35,7 +35,7 @@ from nobackfill.release.publishing.declaration import (
     read_static_declaration,
     read_text_declaration,
 )
-from nobackfill.release.publishing.sentence_head import WEIGHTS, read_tensors, read_weights
+from nobackfill.release.publishing.sentence_head import WEIGHTS, read_model_file, read_tensors
 from nobackfill.release.publishing.sentence_modules import MODULES, SentenceModule, read_modules
 from nobackfill.terminal import escape_control
 from nobackfill.vectors import Vectors
@@ -260,7 +260,7 @@ def read_embedding_table(file: Path) -> Vectors:
     Raises:
         InvalidInputError: It cannot be read, or holds no table.
     """
-    tensors = read_tensors(read_weights(file), file)
+    tensors = read_tensors(read_model_file(file), file)
     table: Any = tensors.get("embedding.weight", tensors.get("embeddings"))
     if table is None or table.ndim != 2:
         raise InvalidInputError(

@@ -123,7 +123,7 @@ class ImageDecoder:
         """
         cost = sum(_decoding_costs(images))
         if cost > MAX_DECODE_COST:
-            raise decode_cost_error()
+            raise _decode_cost_error(cost)
         if cost <= _EXPENSIVE:
             yield
             return
@@ -153,19 +153,23 @@ def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
     return decode_with_header(header, *size) if header.decoding_cost <= CHEAP_DECODE_COST else None
 
 
-def fit_decode_budget(images: Sequence[bytes]) -> list[bool]:
-    """Tell for each image whether it and those before it cost at most MAX_DECODE_COST. An image
-    that is not valid costs nothing.
+def decode_budget_errors(images: Sequence[bytes]) -> list[TooLargeError | None]:
+    """Return for each image the error if it and those before it cost more than MAX_DECODE_COST,
+    else None. An image that is not valid costs nothing.
     """
-    return [spent <= MAX_DECODE_COST for spent in itertools.accumulate(_decoding_costs(images))]
+    return [
+        _decode_cost_error(cost) if cost > MAX_DECODE_COST else None
+        for cost in itertools.accumulate(_decoding_costs(images))
+    ]
 
 
-def decode_cost_error() -> TooLargeError:
-    """Make the error for pictures that cost too much in total; does not raise it."""
+def _decode_cost_error(cost: int) -> TooLargeError:
+    """Make the error for images that cost too much in total, in pixels of a plain JPEG."""
     return TooLargeError(
-        f"expected pictures that cost at most {MAX_DECODE_COST // 10**6} million pixels of a plain "
-        "JPEG in total (a PNG's pixels count 3 times, a WebP's 8 times, a JPEG's by its scans); "
-        "send fewer at a time, or smaller copies"
+        f"cannot decode images of {-(-cost // 10**6)} million pixels at once, expected at most "
+        f"{MAX_DECODE_COST // 10**6} million (a pixel of a PNG counts as 3; of a WebP, HEIC or "
+        "AVIF as 8; of a JPEG with many scans as several); send fewer images in a call, or smaller "
+        "copies"
     )
 
 

@@ -25,8 +25,7 @@ from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.embedding import (
     Decoded,
     EmbeddingService,
-    decode_cost_error,
-    fit_decode_budget,
+    decode_budget_errors,
 )
 from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery, ItemQuota
 from nobackfill.server.galleries.plan import Plan
@@ -401,11 +400,11 @@ def _decodable_items(items: Sequence[NewItem], outcome: PutOutcome) -> list[NewI
     """
     contents = [put.content if isinstance(put.content, bytes) else b"" for put in items]
     accepted = []
-    for put, is_affordable in zip(items, fit_decode_budget(contents), strict=True):
-        if is_affordable:
+    for put, error in zip(items, decode_budget_errors(contents), strict=True):
+        if error is None:
             accepted.append(put)
         else:
-            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(decode_cost_error())))
+            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(error)))
     return accepted
 
 
