@@ -66,7 +66,7 @@ def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
     assert source.flip_state("other") == "unknown"
     with pytest.raises(InvalidInputError, match="of this map already"):
         source.open_target(TARGET)
-    (left,) = source.obstacles(TARGET)
+    (left,) = source.flip_obstacles(TARGET)
     assert "'docs' is left over from an earlier flip" in left
     # Since the flip one item changes, one comes and one goes.
     store.put_new(MADE.ids[7], MADE.new[0], "live")
@@ -146,7 +146,9 @@ def test_the_old_collection_is_dropped_and_the_next_migration_begins(store: Milv
     assert live(store).flip_state(MAP.digest) == "finished"
     # A later collection of that name is no old one.
     store.client.create_collection("docs", dimension=3)
-    assert live(store).flip_state(MAP.digest) == "finished" and not live(store).obstacles(TARGET)
+    assert live(store).flip_state(MAP.digest) == "finished" and not live(store).flip_obstacles(
+        TARGET
+    )
     again = fit_maps(MADE.new, MADE.old)["affine"]
     target = Target("docs_new_new", 24, again.digest, must_be_reversible=True)
     assert carry(live(store), target, again, flip=True).new_vector_count == 230

@@ -395,8 +395,8 @@ def test_a_server_has_one_lock_by_every_spelling_of_its_address(
     monkeypatch.setattr("nobackfill.adopt.sources.source.LOCK_WAIT_SECONDS", 0.05)
     first, second = reversible(store), reversible(store)
     # There is no server here: its lock lies on this machine.
-    monkeypatch.setattr(first, "_place", one)
-    monkeypatch.setattr(second, "_place", other)
+    monkeypatch.setattr(first, "_address", one)
+    monkeypatch.setattr(second, "_address", other)
     refused: AbstractContextManager[object] = pytest.raises(BusyError) if same else nullcontext()
     with first.migration_lock(), refused, second.migration_lock():
         pass

@@ -101,7 +101,7 @@ def on_server(
         if route is None:
             return None, set(), {}
         upgrading.run_upgrade(hosted, target, 0.0, lambda: False)
-        behind = {item.id for item in staging.left_behind_items(store, target.space)}
+        behind = {item.id for item in staging.items_without_vector(store, target.space)}
         return route, behind, rows(store, target.space)
 
 
@@ -120,7 +120,7 @@ def on_device(
         download_files(device.models, trust, plan.files(), edge.QUIET)
         try_plan(device, plan)
         migrate(device, plan, 0, {}, edge.QUIET)
-        behind = {item.id for item in staging.left_behind_items(device.store, target.space)}
+        behind = {item.id for item in staging.items_without_vector(device.store, target.space)}
         return plan.legs[0].route, behind, rows(device.store, target.space)
 
 

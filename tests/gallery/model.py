@@ -227,6 +227,6 @@ class GalleryModel(RuleBasedStateMachine):
             assert (
                 dict(zip(labels.tolist(), map(bytes, np.asarray(content)), strict=True)) == expected
             )
-            assert staging.count_left_behind(self.store, spec(release).space) == self.behind(
-                release
-            )
+            assert staging.count_items_without_vector(
+                self.store, spec(release).space
+            ) == self.behind(release)

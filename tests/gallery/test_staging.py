@@ -51,9 +51,12 @@ def test_a_space_with_gaps_is_not_flipped_unless_asked(tmp_path: Path) -> None:
         assert (
             states(store) == {1: "active", 2: "staging"} and store.read_state_value("floor") is None
         )
-        assert staging.count_left_behind(store, TWO) == 2
-        assert [item.id for item in staging.left_behind_items(store, TWO)] == ["item-2", "item-4"]
-        assert [i.id for i in staging.left_behind_items(store, TWO, limit=1)] == ["item-2"]
+        assert staging.count_items_without_vector(store, TWO) == 2
+        assert [item.id for item in staging.items_without_vector(store, TWO)] == [
+            "item-2",
+            "item-4",
+        ]
+        assert [i.id for i in staging.items_without_vector(store, TWO, limit=1)] == ["item-2"]
         staging.flip(store, TWO, leave_behind=True)
         assert states(store)[2] == "active"
 
@@ -82,8 +85,8 @@ def test_rollback_counts_and_lists_what_exists_in_one_space_only(tmp_path: Path)
         write_all(store, 2)
         staging.flip(store, TWO)
         put(store, ["bare"], release=2, seed=4)
-        assert staging.count_left_behind(store, ONE) == 1
-        assert [item.id for item in staging.left_behind_items(store, ONE)] == ["bare"]
+        assert staging.count_items_without_vector(store, ONE) == 1
+        assert [item.id for item in staging.items_without_vector(store, ONE)] == ["bare"]
         with pytest.raises(PreconditionError, match="1 items"):
             staging.rollback(store)
         assert staging.rollback(store, leave_behind=True) == ONE
@@ -170,8 +173,8 @@ def test_an_item_put_in_two_spaces_is_in_both(tmp_path: Path) -> None:
         both = [NewVectors(ONE, vectors(3, 1)), NewVectors(TWO, vectors(3, 2))]
         store.put(ids(3, start=2), both)
         assert (
-            staging.count_left_behind(store, ONE) == 0
-            and staging.count_left_behind(store, TWO) == 2
+            staging.count_items_without_vector(store, ONE) == 0
+            and staging.count_items_without_vector(store, TWO) == 2
         )
 
 

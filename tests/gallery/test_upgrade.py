@@ -209,7 +209,7 @@ def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path
         assert (guess.item_count, guess.left_behind_count) == (5, 2)
         outcome = run_upgrade(store, Linear(), spec(2))
         assert (outcome.written_count, outcome.left_behind_count) == (5, 2)
-        names = [item.id for item in staging.left_behind_items(store, TWO)]
+        names = [item.id for item in staging.items_without_vector(store, TWO)]
         assert names == ["bare-1", "bare-2"]
         assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind_count == 0
 

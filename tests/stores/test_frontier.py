@@ -125,8 +125,8 @@ def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
                 assert reached(store) == 0, "numbers are never used again"
         for space in (ONE, TWO):
             lacking = truly_lacking(store, space)
-            assert store.count_left_behind(space) == len(lacking), turn
-            listed = [item.label for item in store.left_behind_items(space)]
+            assert store.count_items_without_vector(space) == len(lacking), turn
+            listed = [item.label for item in store.items_without_vector(space)]
             assert listed == lacking and reached(store, space) < min([*lacking, 10**9]), turn
             seen.add((bool(lacking), reached(store, space) > 0))
     assert len(seen) == 4, "whole and not, looked at and not"
@@ -164,12 +164,12 @@ def test_what_is_carried_and_taken_back_leaves_no_frontier(database: Database) -
         store.add_staging_space(spec(2))
         run_upgrade(store, Linear(reads_side=False), spec(2))
         store.advance_frontier(TWO)
-        assert store.count_left_behind(TWO) == 0
+        assert store.count_items_without_vector(TWO) == 0
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         database.transact(carrying)
-    assert store.count_left_behind(TWO) == 1 and reached(store) <= 10
+    assert store.count_items_without_vector(TWO) == 1 and reached(store) <= 10
 
 
 @pytest.mark.parametrize("count", [0, 1])

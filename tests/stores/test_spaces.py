@@ -61,9 +61,9 @@ def test_spaces_refuse_what_would_break_them(engine: Engine) -> None:
         store.add_staging_space(spec(2, dim=DIM + 1))
     with pytest.raises(PreconditionError, match="5 items"):
         store.flip(TWO)
-    assert store.count_left_behind(TWO) == 5
-    assert [item.id for item in store.left_behind_items(TWO, limit=2)] == ids(2)
-    assert [item.id for item in store.left_behind_items(TWO)] == ids(5)
+    assert store.count_items_without_vector(TWO) == 5
+    assert [item.id for item in store.items_without_vector(TWO, limit=2)] == ids(2)
+    assert [item.id for item in store.items_without_vector(TWO)] == ids(5)
     store.flip(TWO, leave_behind=True)
     assert states(store) == {1: "previous", 2: "active"}
 
@@ -96,7 +96,7 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: UpgradeOrder) ->
 
     run_upgrade(store, Linear(), spec(2), items_per_chunk=10, order=order, on_progress=race)
     run_upgrade(store, Linear(), spec(2))
-    assert store.count_left_behind(TWO) == 0
+    assert store.count_items_without_vector(TWO) == 0
     names = {item.id for item, _ in store.list_page(ONE, 100)[0]}
     gone, came = {"item-1", "item-2", "item-3"}, {"new-1", "new-2", "new-3"}
     assert names == ({*ids(30)} - gone) | came

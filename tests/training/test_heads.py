@@ -18,7 +18,7 @@ def cross_entropy(logits: list[float], label: int) -> float:
 def slow_loss(head: Head, embedding: Tensor, labels: Tensor, name: str) -> float:
     """The mean loss from the papers' formulas, one row and one class at a time."""
     losses = []
-    weights = F.normalize(head.classifier().detach())
+    weights = F.normalize(head.classifier_weights().detach())
     for row, label in zip(F.normalize(embedding), labels.tolist(), strict=True):
         logits = []
         for number, weight in enumerate(weights):
@@ -57,7 +57,7 @@ def test_bf16_training_takes_margins_in_float32(name: str, batch: tuple[Tensor, 
 @pytest.mark.parametrize("name", ANGULAR)
 def test_logits_are_scaled_cosines_without_margin(name: str, batch: tuple[Tensor, Tensor]) -> None:
     head = build_head(name, 4, 6)
-    cosine = F.normalize(batch[0]) @ F.normalize(head.classifier()).t()
+    cosine = F.normalize(batch[0]) @ F.normalize(head.classifier_weights()).t()
     assert torch.allclose(head.logits(batch[0]), head.scale * cosine, atol=1e-4)
     assert head.unit_norm
 
@@ -89,7 +89,7 @@ def test_the_classifier_has_one_row_a_class_and_is_trained(
     name: str, batch: tuple[Tensor, Tensor]
 ) -> None:
     head = build_head(name, 4, 6)
-    assert head.classifier().shape == (4, 6)
+    assert head.classifier_weights().shape == (4, 6)
     head(*batch).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
 
@@ -140,7 +140,9 @@ def test_a_simplex_has_equidistant_vertices_around_its_centre(dim: int) -> None:
 def test_a_simplex_keeps_room_for_later_classes(batch: tuple[Tensor, Tensor]) -> None:
     """The softmax has every vertex, whether a class owns it or not, and trains none."""
     two, four = build_head("simplex", 2, 6), build_head("simplex", 4, 6)
-    assert torch.equal(two.classifier(), four.classifier()) and not list(two.parameters())
+    assert torch.equal(two.classifier_weights(), four.classifier_weights()) and not list(
+        two.parameters()
+    )
     assert two.logits(batch[0]).shape == (9, 7)
     labels = batch[1] % 2
     torch.testing.assert_close(two(batch[0], labels), four(batch[0], labels))

@@ -95,14 +95,14 @@ def test_classes_that_both_know_keep_their_weights(head: str) -> None:
     tensors = {f"encoder.{k}": v for k, v in before.embedder.state_dict().items()}
     tensors |= {f"head.{k}": v for k, v in before.head.state_dict().items()}
     torch.manual_seed(1)
-    fresh = EmbedderObjective(settings, len(CLASSES)).head.classifier().detach()
-    after = loaded(tensors, settings, "x.safetensors", "cat", "ant").head.classifier()
-    known = before.head.classifier()
+    fresh = EmbedderObjective(settings, len(CLASSES)).head.classifier_weights().detach()
+    after = loaded(tensors, settings, "x.safetensors", "cat", "ant").head.classifier_weights()
+    known = before.head.classifier_weights()
     assert torch.equal(after[2], known[0])
     assert torch.equal(after[0], known[1])
     assert torch.equal(after[1], fresh[1])
     # Nobody says whose these are.
-    assert torch.equal(loaded(tensors, settings).head.classifier(), fresh)
+    assert torch.equal(loaded(tensors, settings).head.classifier_weights(), fresh)
 
 
 def test_what_does_not_fit_is_named_with_its_shape() -> None:

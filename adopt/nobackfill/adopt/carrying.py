@@ -246,7 +246,7 @@ def carry(
         IncompatibleSpaceError: Files of one folder record different models.
     """
     facts = source.facts()
-    if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):
+    if flip and isinstance(source, WarningSource) and (obstacles := source.flip_obstacles(target)):
         raise InvalidInputError(
             f"{facts.name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
         )

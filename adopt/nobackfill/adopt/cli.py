@@ -960,7 +960,7 @@ def _carry_and_answer(
     from nobackfill.adopt.sources.source import WarningSource
 
     if isinstance(source, WarningSource):
-        obstacles = [] if flip else source.obstacles(target)
+        obstacles = [] if flip else source.flip_obstacles(target)
         for warning in [*source.warnings(target.name), *obstacles]:
             print(
                 escape_control(f"nobackfill: warning: {warning}"),

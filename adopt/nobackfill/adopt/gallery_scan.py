@@ -430,8 +430,9 @@ class ScanResult:
 
     Attributes:
         figures_by_option: Figures of each way.
-        candidate_recall: Share of the right items among the candidates of both models [q]. It is
-            measured for items to find, and estimated for the new model's ten neighbours.
+        candidate_recall: Recall of a search that ranks only each model's best candidates [q], 0 to
+            1: the share of the right items that are among these candidates. It is measured for
+            items to find, and estimated for the new model's ten neighbours.
         agreement_intervals: For each way the 95 % interval of the mean agreement@10.
     """
 

@@ -304,7 +304,7 @@ class Migration:
                     "`nobackfill fit`, then `nobackfill carry --to NAME`"
                 )
             if isinstance(source, FlippingSource):
-                if obstacles := source.obstacles(Target(plan.new_column, 1, "")):
+                if obstacles := source.flip_obstacles(Target(plan.new_column, 1, "")):
                     raise InvalidInputError(
                         f"{name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
                     )

@@ -395,8 +395,9 @@ class Verdict:
         pairs: Number of pairs.
         notes: Sentences that qualify the figures.
         items: Items that the ways are judged among: the pairs, or the whole gallery.
-        candidate_recall: Share of the items to find that are among the candidates of both models;
-            None if only the pairs were judged.
+        candidate_recall: Recall of a search that ranks only each model's best candidates, as rank
+            fusion and lazy re-embedding do: the share, 0 to 1, of the right items that are among
+            these candidates. None if only the pairs were judged.
     """
 
     way: str

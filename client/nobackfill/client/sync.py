@@ -590,7 +590,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
     if budget <= 0:
         return 0
     space = manifest.space
-    items = staging.left_behind_items(device.store, space, limit=budget)
+    items = staging.items_without_vector(device.store, space, limit=budget)
     items += staging.least_certain_items(device.store, space, limit=budget - len(items))
     if not items:
         output.print_note(
@@ -760,7 +760,7 @@ def migrate(
             staging.drop_space(device.store, target.space)
             raise
         re_embedded += re_embed(device, plan.target, budget - re_embedded, output)
-        stuck_items = staging.count_left_behind(device.store, target.space)
+        stuck_items = staging.count_items_without_vector(device.store, target.space)
         if 0 < stuck_items <= stuck:
             return MigrationOutcome(re_embedded, stuck_items)
         try:

@@ -282,7 +282,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
 
-    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+    def items_without_vector(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first items without a vector in a space, by increasing label.
 
         Args:

@@ -277,7 +277,7 @@ class SqliteGallery(Store):
             replace=replace,
         )  # fmt: skip
 
-    def count_left_behind(self, space: str) -> int:
+    def count_items_without_vector(self, space: str) -> int:
         """Return the number of items without a vector in a space.
 
         Raises:
@@ -287,9 +287,9 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.count_left_behind(self, space)
+        return staging.count_items_without_vector(self, space)
 
-    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+    def items_without_vector(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first `limit` items without a vector in a space, by increasing label.
 
         Args:
@@ -306,7 +306,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.left_behind_items(self, space, limit)
+        return staging.items_without_vector(self, space, limit)
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None

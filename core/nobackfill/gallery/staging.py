@@ -220,7 +220,7 @@ class UpgradableStore(Protocol):
                 nothing is written.
         """
 
-    def count_left_behind(self, space: str) -> int:
+    def count_items_without_vector(self, space: str) -> int:
         """Return the number of items without a vector in a space.
 
         Raises:
@@ -328,7 +328,7 @@ def run_upgrade(
     )
     started = time.monotonic()
     total = store.count()
-    done_before = total - store.count_left_behind(target.space)
+    done_before = total - store.count_items_without_vector(target.space)
     written = 0
     stopped = False
 
@@ -349,7 +349,7 @@ def run_upgrade(
                 on_progress(
                     UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
                 )
-    return UpgradeOutcome(written, store.count_left_behind(target.space), stopped)
+    return UpgradeOutcome(written, store.count_items_without_vector(target.space), stopped)
 
 
 def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Transformed]:
@@ -572,7 +572,7 @@ def check_uncertainty(uncertainty: ArrayLike | None, row_count: int) -> NDArray[
     return doubt
 
 
-def count_left_behind(store: Store, space: str) -> int:
+def count_items_without_vector(store: Store, space: str) -> int:
     """Return the number of items without a vector in a space.
 
     Raises:
@@ -592,7 +592,7 @@ def _count_items_left_behind(connection: sqlite3.Connection, info: SpaceInfo) ->
     return count_rows(connection, None) - count_rows(connection, info.spec.space)
 
 
-def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[StoredItem]:
+def items_without_vector(store: Store, space: str, limit: int = 1000) -> list[StoredItem]:
     """Return the first items without a vector in a space, by increasing label.
 
     Args:

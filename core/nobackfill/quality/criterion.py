@@ -70,7 +70,7 @@ def compute_criteria(
         if source == query or old is None or new is None:
             continue
         reference = independent_release
-        if independent_release is None and queries.manifest(query).method == INDEPENDENT:
+        if independent_release is None and queries.release_manifest(query).method == INDEPENDENT:
             reference = query
         bound = None if reference is None else by_name.get(native_cell(reference))
         strict = _strict(cell.name, queries, gallery, relevance)

@@ -182,7 +182,7 @@ class PublishedListing(EmbeddedListing):
             InvalidInputError: A file is no image.
             ValueError: The listing is empty.
         """
-        manifest = self.manifest(release)
+        manifest = self.release_manifest(release)
         if manifest.side_encoder is None or isinstance(self.listing, TextListing):
             return None
         if release not in self._side:
@@ -217,7 +217,7 @@ class PublishedListing(EmbeddedListing):
             IndexError: `releases` is empty.
         """
         for release in releases:
-            self.manifest(release)
+            self.release_manifest(release)
         route = route_along(self.manifests, releases)
         embedding = self.native_vectors(releases[0])
         if not route.steps:
@@ -235,7 +235,7 @@ class PublishedListing(EmbeddedListing):
         Raises:
             NotFoundError: No such release.
         """
-        return _METRICS[self.manifest(release).embedder.metric]
+        return _METRICS[self.release_manifest(release).embedder.metric]
 
     def query_adapter(self, cell: CellName) -> QueryAdapter | None:
         """Return the query adapter that queries of a cell pass; None without one.
@@ -245,8 +245,8 @@ class PublishedListing(EmbeddedListing):
         """
         if not cell.searches_unmigrated:
             return None
-        return self.manifest(cell.query_release).adapter_to(
-            self.manifest(cell.gallery_releases[0]).space
+        return self.release_manifest(cell.query_release).adapter_to(
+            self.release_manifest(cell.gallery_releases[0]).space
         )
 
     def adapted_queries(self, cell: CellName) -> Vectors | None:
@@ -269,7 +269,9 @@ class PublishedListing(EmbeddedListing):
         adapter = self.query_adapter(cell)
         if adapter is None:
             return None
-        model = open_adapter(self.files, self.manifest(cell.query_release), adapter, self._threads)
+        model = open_adapter(
+            self.files, self.release_manifest(cell.query_release), adapter, self._threads
+        )
         return model.run(self.native_vectors(cell.query_release))
 
     def search_metric(self, cell: CellName) -> Metric:
@@ -285,7 +287,7 @@ class PublishedListing(EmbeddedListing):
             cell.query_release if self.query_adapter(cell) is None else cell.gallery_releases[0]
         )
 
-    def manifest(self, release: int) -> Manifest:
+    def release_manifest(self, release: int) -> Manifest:
         """Return the manifest of a release. Changes of `manifests` count at the next call.
 
         Raises:
@@ -300,7 +302,7 @@ class PublishedListing(EmbeddedListing):
 
     def _embed(self, release: int) -> Callable[[], Vectors]:
         """Open the model, and return a function that embeds the listing."""
-        manifest = self.manifest(release)
+        manifest = self.release_manifest(release)
         if not isinstance(self.listing, TextListing):
             run = open_embedder(self.files, manifest, self._threads).run
             return lambda: self._run(run, release)
@@ -310,7 +312,7 @@ class PublishedListing(EmbeddedListing):
         )
 
     def _run(self, run: Callable[[Images], Vectors], release: int) -> Vectors:
-        frame = self.manifest(release).frame
+        frame = self.release_manifest(release).frame
         rows = np.arange(len(self.listing))
         parts = (self.listing.select(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH))
         return np.concatenate([run(decode_listing(part, *frame)) for part in parts])

@@ -196,7 +196,7 @@ def search_cell(
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     adapted = queries.query_adapter(cell) is not None
     spec = SpaceSpec.of(
-        queries.manifest(cell.gallery_releases[0] if adapted else cell.query_release)
+        queries.release_manifest(cell.gallery_releases[0] if adapted else cell.query_release)
     )
     if gallery_vectors.shape[1] != spec.dim:
         raise InvalidInputError(

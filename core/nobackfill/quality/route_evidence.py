@@ -510,7 +510,7 @@ def declared_distance_line(cell: CellName, queries: EmbeddedListing) -> Distance
     """
     if len(cell.gallery_releases) == 1 or not isinstance(queries, PublishedListing):
         return IDENTITY_LINE
-    manifest = queries.manifest(cell.query_release)
+    manifest = queries.release_manifest(cell.query_release)
     curve = find_curve(manifest, manifest.space, manifest.space, "upgraded")
     return IDENTITY_LINE if curve is None or curve.scale is None else DistanceLine(*curve.scale)
 

@@ -60,20 +60,20 @@ class ChromaServer:
     request. Every request may raise the errors of `request_json`.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
+        address: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
             the defaults.
 
     Raises:
-        ConfigurationError, InvalidInputError: `place` has another form.
+        ConfigurationError, InvalidInputError: `address` has another form.
     """
 
-    def __init__(self, place: str) -> None:
-        if "://" not in place:
+    def __init__(self, address: str) -> None:
+        if "://" not in address:
             raise InvalidInputError(
                 "chroma: expected https://HOST:PORT, got a folder; start its server with `chroma "
-                f"run --path {place}`, then name chroma:http://localhost:8000#COLLECTION"
+                f"run --path {address}`, then name chroma:http://localhost:8000#COLLECTION"
             )
-        parts = parse_server_address(place, "chroma", KEY)
+        parts = parse_server_address(address, "chroma", KEY)
         names = [name for name in parts.path.split("/") if name]
         if len(names) not in (0, 2):
             raise InvalidInputError(
@@ -262,19 +262,19 @@ _MARK = "nobackfill_"
 _DROPPING = "dropping"
 
 
-def open_collection(place: str, collection: str, vector: str | None) -> "ChromaSource":
+def open_collection(address: str, collection: str, vector: str | None) -> "ChromaSource":
     """Open a collection of a Chroma server as a source of vectors.
 
     Asks the server for the collection. The caller closes the source.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
+        address: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
             the defaults.
         collection: the collection's name.
         vector: must be None or empty, because a collection has one vector per item.
 
     Raises:
-        InvalidInputError: `vector` is given, the place is a folder or names a tenant without a
+        InvalidInputError: `vector` is given, the address is a folder or names a tenant without a
             database, or the server refuses the request otherwise or does not answer with JSON.
         NotFoundError: there is no such collection.
         AlreadyExistsError: a flip was killed between its requests, and its name was taken since.
@@ -288,7 +288,7 @@ def open_collection(place: str, collection: str, vector: str | None) -> "ChromaS
             "chroma: expected no --vector, because a collection of Chroma has one vector per item; "
             "leave --vector out"
         )
-    return ChromaSource(ChromaStore(place, collection), collection)
+    return ChromaSource(ChromaStore(address, collection), collection)
 
 
 class ChromaStore:
@@ -302,12 +302,12 @@ class ChromaStore:
     and InvalidInputError (it refuses the request otherwise, or its answer is not JSON).
 
     Args:
-        place: the server, as ChromaServer takes it.
+        address: the server, as ChromaServer takes it.
         name: the name that flips.
     """
 
-    def __init__(self, place: str, name: str) -> None:
-        self._server = ChromaServer(place)
+    def __init__(self, address: str, name: str) -> None:
+        self._server = ChromaServer(address)
         self._name, self.before = name, old_name_after_flip(name)
 
     def open_collection(self, name: str) -> "ChromaCollection":
@@ -404,7 +404,7 @@ class ChromaStore:
     def wait_for_index(self, copy: Collection) -> None:
         """Do nothing: Chroma searches new items at once."""
 
-    def obstacles(self, name: str, collection: Collection) -> list[str]:
+    def flip_obstacles(self, name: str, collection: Collection) -> list[str]:
         """Return no sentences: every collection can be renamed."""
         return []
 
@@ -587,7 +587,7 @@ class ChromaSource(FlippingSource):
         """Return the name that flips."""
         return self._name
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about a collection that is left of an earlier flip; empty if there is
         none.
 
@@ -598,7 +598,7 @@ class ChromaSource(FlippingSource):
         if self._led is not self._here or not self._store.exists(before):
             return []
         if self._here.copy_facts.get("of") == before:
-            return super().obstacles(target)
+            return super().flip_obstacles(target)
         if "half" in self._here.copy_facts:
             return []
         return [f"the collection {before!r} exists already: rename or delete it first"]

@@ -573,7 +573,7 @@ class LanceSource:
             "and judge again"
         ]
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about what prevents a flip to `target`; empty if nothing does.
 
         They are a condition, a column of an earlier flip, embedding functions of the table, and
@@ -1010,7 +1010,7 @@ class NewLanceColumn:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        if obstacles := self._source.obstacles(self._target):
+        if obstacles := self._source.flip_obstacles(self._target):
             raise InvalidInputError(
                 f"{self._name}: the table cannot flip to the new vectors: {'; '.join(obstacles)}"
             )

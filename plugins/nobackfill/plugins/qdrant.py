@@ -77,8 +77,8 @@ class Clients:
     A folder belongs to the process that opened it; another process gets BusyError.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._by_process: dict[int, QdrantClient] = {}
 
     @property
@@ -96,7 +96,7 @@ class Clients:
         """
         process = os.getpid()
         if process not in self._by_process:
-            self._by_process[process] = open_client(self._place)
+            self._by_process[process] = open_client(self._address)
         return self._by_process[process]
 
 
@@ -112,7 +112,7 @@ def _forget_clients() -> None:
 os.register_at_fork(after_in_child=_forget_clients)
 
 
-def open_client(place: str) -> QdrantClient:
+def open_client(address: str) -> QdrantClient:
     """Open a client of a Qdrant server or of a folder of its local mode.
 
     Vectors are private, so a server on another machine must be addressed by https://. A server is
@@ -120,7 +120,7 @@ def open_client(place: str) -> QdrantClient:
     while its client, the only one of this process, is in use.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), or a folder.
+        address: https://HOST:PORT (http:// on this machine), or a folder.
 
     Returns:
         The client. All calls of this process get the same client of a folder; it is closed when no
@@ -133,17 +133,17 @@ def open_client(place: str) -> QdrantClient:
         InvalidInputError: the folder cannot be read.
         OSError: the lock file of the folder cannot be opened.
     """
-    if "://" not in place:
-        if not (Path(place) / "meta.json").is_file():
+    if "://" not in address:
+        if not (Path(address) / "meta.json").is_file():
             raise NotFoundError(
-                f"{place}: expected a folder of Qdrant's local mode, which has a meta.json, or "
+                f"{address}: expected a folder of Qdrant's local mode, which has a meta.json, or "
                 "the address https://HOST:PORT of a server; correct SOURCE"
             )
-        return _folder_client(Path(place).resolve())
-    parse_server_address(place, "qdrant", KEY)
+        return _folder_client(Path(address).resolve())
+    parse_server_address(address, "qdrant", KEY)
     key = os.environ.get(KEY)
     # The client's own version check would call the server at once, and print warnings.
-    return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
+    return QdrantClient(url=address, api_key=key, timeout=_SECONDS, check_compatibility=False)
 
 
 def _folder_client(path: Path) -> QdrantClient:
@@ -254,7 +254,7 @@ class QdrantSource:
     Methods that write may raise CannotWriteError for a folder.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
+        address: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
         collection: the collection's name, or an alias of it.
         vector: the name of the vector; None: the only dense vector, apart from new ones of a map
             or model whose old ones still exist. The name of vectors that were dropped after a flip
@@ -274,10 +274,10 @@ class QdrantSource:
 
     flip_renames = False
 
-    def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
+    def __init__(self, address: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
-        self._place = place
-        self._clients = Clients(place)
+        self._address = address
+        self._clients = Clients(address)
         with translated_errors(collection):
             if not self._client.collection_exists(collection):
                 others = join_few(one.name for one in self._client.get_collections().collections)
@@ -720,8 +720,8 @@ class QdrantSource:
             BusyError: another migration holds the lock.
             CannotWriteError: the lock file cannot be created.
         """
-        folder = None if "://" in self._place else Path(self._place).resolve()
-        return lock_by_address(self._place, self._name, folder, port=_PORT)
+        folder = None if "://" in self._address else Path(self._address).resolve()
+        return lock_by_address(self._address, self._name, folder, port=_PORT)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map whose vectors have a name; None for any other name, and

@@ -935,7 +935,7 @@ class SqliteVecSource:
             "model's"
         ]
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return a sentence about a condition, or a table that an earlier flip left; empty if
         nothing prevents a flip.
 

@@ -67,4 +67,4 @@ def test_old_models_of_other_spaces_are_refused(
     gone = replace(apart, class_names=("ant", "bee", "cow"))
     refused(gone, "these classes are at other places: cow;")
     inputs = tiny.inputs(tmp_path / "new", apart, method="d_simplex", **SIMPLEX)
-    assert method.make_objective(inputs).head.classifier().shape == (9, 8)
+    assert method.make_objective(inputs).head.classifier_weights().shape == (9, 8)

@@ -70,7 +70,7 @@ def test_dmus_weights_are_the_old_classifiers_answers_to_old_embeddings(
     rows, batch = tiny.rows(), tiny.batch()
     stored = old.encoder.encode(to_pixels(rows["images"]))
     added = [stored[rows["labels"] == label].mean(0) for label in (2, 3)]
-    classifier = torch.cat((old.head.classifier(), torch.stack(added)))
+    classifier = torch.cat((old.head.classifier_weights(), torch.stack(added)))
     labels, pixels = batch["labels"], to_pixels(batch["images"])
     answers = softmax(8 * cosines(old.encoder.encode(pixels), classifier).double().numpy(), axis=1)
     if measure == "entropy":

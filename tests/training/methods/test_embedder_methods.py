@@ -107,7 +107,7 @@ def test_influence_is_equation_8_on_t_old_alone(tmp_path: Path, old: Classifier)
     assert isinstance(made, BctObjective)
     embedding = torch.nn.functional.normalize(torch.randn(8, 8))
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
-    weights = old.head.classifier()
+    weights = old.head.classifier_weights()
     rows = [0, 1, 4, 5]
     losses = cosface_loss(cosines(embedding[rows], weights), labels[rows], 0.2, 16.0)
     term = made.compatibility_terms(embedding, torch.zeros(8, 3, 8, 8), labels)["influence"]
@@ -177,7 +177,7 @@ def test_synthesized_rows_are_average_old_features(tmp_path: Path, old: Classifi
     rows = tiny.rows()
     features = old.encoder.encode(to_pixels(rows["images"]))
     weights = made.old_classifier.weights
-    torch.testing.assert_close(weights[:2], old.head.classifier())
+    torch.testing.assert_close(weights[:2], old.head.classifier_weights())
     for label in (2, 3):
         torch.testing.assert_close(weights[label], features[rows["labels"] == label].mean(0))
 

@@ -201,7 +201,7 @@ def test_lces_boundary_is_that_of_the_new_classifiers_rows_by_class_name(tmp_pat
     predicted = rows["new"] + torch.randn(20, 7)
     terms = made.distance_terms(upgraded(predicted), rows)
     own, known = made.new_labels[rows["labels"]], rows["labels"] < 3
-    weights = inputs.new_head.classifier()
+    weights = inputs.new_head.classifier_weights()
     outside = boundary_loss(predicted[known], rows["new"][known], weights, own[known])
     assert set(terms) == {"classification", "alignment", "boundary"}
     torch.testing.assert_close(terms["boundary"], outside.sum() / 20)

@@ -47,7 +47,7 @@ class FlippingStore(CollectionStore, Protocol):
     Every method may also raise the errors of a CollectionStore.
     """
 
-    def obstacles(self, name: str, collection: Collection) -> list[str]:
+    def flip_obstacles(self, name: str, collection: Collection) -> list[str]:
         """Return sentences about what prevents a flip of a name; empty if nothing does.
 
         Args:
@@ -138,7 +138,7 @@ class FlippingSource(CopiedSource):
         Raises:
             InvalidInputError: The name cannot flip.
         """
-        if obstacles := self._store.obstacles(self._name, self._here):
+        if obstacles := self._store.flip_obstacles(self._name, self._here):
             raise InvalidInputError(
                 f"{self._name}: searches cannot flip to new vectors: {'; '.join(obstacles)}"
             )
@@ -152,13 +152,13 @@ class FlippingSource(CopiedSource):
         """
         return []
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about what prevents a flip of the name; empty if nothing does.
 
         Args:
             target: Ignored: every copy has the same obstacles.
         """
-        sentences = self._store.obstacles(self._name, self._here)
+        sentences = self._store.flip_obstacles(self._name, self._here)
         if (original := self._original()) is not None:
             sentences.append(
                 f"the collection {original.name!r} is left over from an earlier flip: end that "

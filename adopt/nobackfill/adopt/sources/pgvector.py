@@ -42,8 +42,8 @@ with require_extra("adopt"):
         METRIC_BY_OPERATOR_CLASS,
         PgvectorColumn,
         PgvectorTable,
-        column_obstacles,
-        table_obstacles,
+        column_flip_obstacles,
+        table_flip_obstacles,
     )
     from nobackfill.adopt.sources.postgres_dependents import (
         column_properties,
@@ -494,7 +494,7 @@ class PgvectorSource:
             f"{', '.join(triggers)}; --to {pgvector_target.TABLE_PREFIX}NAME updates no row"
         ]
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about obstacles to a flip to `target`; empty if there are none.
 
         It changes no row or object, and the target need not exist. After its flip, a column has no
@@ -505,10 +505,10 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         if target.name.startswith(pgvector_target.TABLE_PREFIX):
-            return table_obstacles(self._table)
+            return table_flip_obstacles(self._table)
         if self._flipped(target):
             return []
-        return column_obstacles(self._table, self.vector, target)
+        return column_flip_obstacles(self._table, self.vector, target)
 
     def _flipped(self, target: Target) -> bool:
         """Tell whether a flip gave the target's name to vectors of its map."""
@@ -993,7 +993,7 @@ class PgvectorSelection(PgvectorSource):
     def record_model(self, model: str) -> None:
         """Do nothing: other rows of the column have another model."""
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about obstacles to a flip to `target`: a name that is no `table:NAME`,
         or a key that no foreign key may reference.
 
@@ -1003,7 +1003,7 @@ class PgvectorSelection(PgvectorSource):
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        return self._column_refusal(target) or super().obstacles(target)
+        return self._column_refusal(target) or super().flip_obstacles(target)
 
     def open_target(self, target: Target) -> TargetVectors:
         """Create the table of new vectors with its triggers, or open it again; see

@@ -753,7 +753,9 @@ class PgvectorColumn:
             NotPermittedError: This role does not own the table, or may not create temporary tables.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
-        refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
+        refuse_flip(
+            self._table, column_flip_obstacles(self._table, self._source.vector, self._target)
+        )
         with self._table.lock("flip", _OTHER_FLIP):
             check_triggers_watch(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, self._indexes())
@@ -828,7 +830,7 @@ class PgvectorColumn:
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, self._indexes())
-        if obstacles := column_obstacles(self._table, self._source.vector, self._target):
+        if obstacles := column_flip_obstacles(self._table, self._source.vector, self._target):
             return [*missing, *obstacles]
         return [
             *missing,
@@ -904,7 +906,7 @@ class PgvectorColumn:
         ]
 
 
-def column_obstacles(table: SourceTable, column: str, target: Target) -> list[str]:
+def column_flip_obstacles(table: SourceTable, column: str, target: Target) -> list[str]:
     """Name in sentences what keeps new vectors from taking the place of a column; none if they can.
 
     The new column need not exist yet: a carry with --flip looks before it writes the first row.
@@ -920,7 +922,7 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         KeyError: The table has no such column.
     """
-    obstacles = table.obstacles(column)
+    obstacles = table.flip_obstacles(column)
     if table.has_column(old_name_after_flip(column)):
         obstacles.append(
             f"a flip renames the old vectors to {old_name_after_flip(column)!r}, but the table "
@@ -944,7 +946,7 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     return obstacles
 
 
-def table_obstacles(table: SourceTable) -> list[str]:
+def table_flip_obstacles(table: SourceTable) -> list[str]:
     """Name in sentences what keeps a table of new vectors from a foreign key to `table`.
 
     Returns:
@@ -1438,7 +1440,7 @@ class PgvectorTable:
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, [self._index()])
-        if obstacles := table_obstacles(self._table):
+        if obstacles := table_flip_obstacles(self._table):
             return [*missing, *obstacles]
         with self._table.lend_connection() as changes:
             # Vectors of rows that were removed without a trigger, as with a partition.

@@ -964,7 +964,7 @@ class SourceTable:
             comment = comment.rpartition("\n")[0]
         return comment or None
 
-    def obstacles(self, column: str) -> list[str]:
+    def flip_obstacles(self, column: str) -> list[str]:
         """Name in sentences what keeps another column from taking the place of a column: a domain
         with conditions, or an inherited column.
 

@@ -482,7 +482,7 @@ class WarningSource(Source, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def obstacles(self, target: Target) -> list[str]:
+    def flip_obstacles(self, target: Target) -> list[str]:
         """Return sentences about obstacles to a flip to `target`; empty if the store can flip.
 
         The target need not exist; nothing is written.
@@ -887,7 +887,7 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
 
 
 def lock_by_address(
-    place: str, name: str, folder: Path | None = None, *, port: int | None = None
+    address: str, collection_name: str, folder: Path | None = None, *, port: int | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
     """Hold `Reversible.migration_lock` by a lock file for a collection of a store without locks.
 
@@ -898,8 +898,8 @@ def lock_by_address(
     machine, and letter case, a slash at the end and `http` or `https` do not count.
 
     Args:
-        place: The address of the store.
-        name: Name of the collection.
+        address: The address of the store.
+        collection_name: Name of the collection, for the lock and for the error.
         folder: The store's own folder; None for a server.
         port: Port of an address without one; None if the store has no default.
 
@@ -910,12 +910,12 @@ def lock_by_address(
     if folder is None:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = caches / "nobackfill"
-        parts = urlsplit(place)
+        parts = urlsplit(address)
         host = (parts.hostname or "").rstrip(".")
         host = "localhost" if is_loopback(host) else host
-        place = f"{host}:{parts.port or port}{parts.path.rstrip('/')}"
-    address = hashlib.sha256(f"{place}#{name}".encode()).hexdigest()[:16]
-    return lock_by_file(folder / f".{address}-nobackfill.lock", name)
+        address = f"{host}:{parts.port or port}{parts.path.rstrip('/')}"
+    digest = hashlib.sha256(f"{address}#{collection_name}".encode()).hexdigest()[:16]
+    return lock_by_file(folder / f".{digest}-nobackfill.lock", collection_name)
 
 
 def old_name_after_flip(column: str) -> str:
@@ -1062,15 +1062,15 @@ HTTP_STATUS_ERRORS: dict[int, type[NobackfillError]] = {
 }  # fmt: skip
 
 
-def parse_server_address(place: str, kind: str, key: str) -> SplitResult:
+def parse_server_address(address: str, server_kind: str, key_variable: str) -> SplitResult:
     """Parse a server's address: https://HOST:PORT, or http:// on this machine.
 
     No connection is made. A path behind the port passes.
 
     Args:
-        place: The address.
-        kind: The kind of server, for the error.
-        key: The environment variable for the server's key, for the error.
+        address: The address.
+        server_kind: The kind of server, as "qdrant", for the error.
+        key_variable: The environment variable for the server's key, for the error.
 
     Returns:
         The parts of the address; its port may be None.
@@ -1080,26 +1080,26 @@ def parse_server_address(place: str, kind: str, key: str) -> SplitResult:
             unencrypted to another machine.
     """
     try:
-        parts = urlsplit(place)
+        parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigurationError(
-            f"{kind}: expected https://HOST:PORT as the server's address, got a malformed one; "
-            "correct SOURCE"
+            f"{server_kind}: expected https://HOST:PORT as the server's address, got a malformed "
+            "one; correct SOURCE"
         ) from error
     if "@" in parts.netloc:
         raise ConfigurationError(
-            f"{kind}: expected no password in the address; put the server's key in the "
-            f"environment variable {key}"
+            f"{server_kind}: expected no password in the address; put the server's key in the "
+            f"environment variable {key_variable}"
         )
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(
-            f"{kind}: expected https://HOST:PORT as the server's address, got another form; "
+            f"{server_kind}: expected https://HOST:PORT as the server's address, got another form; "
             "correct SOURCE"
         )
     if parts.scheme == "http" and not is_loopback(host):
         raise ConfigurationError(
-            f"{kind}: expected https://{host}, got http://, which sends private vectors "
+            f"{server_kind}: expected https://{host}, got http://, which sends private vectors "
             "unencrypted; set up TLS at the server, or connect through an SSH tunnel to localhost"
         )
     return parts

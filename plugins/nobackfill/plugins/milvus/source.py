@@ -63,15 +63,15 @@ _CODES: Mapping[int, type[NobackfillError]] = {
 _OPENERS: list[int] = []
 
 
-def open_client(place: str) -> Any:
+def open_client(address: str) -> Any:
     """Open a client of a Milvus server or of a file of milvus-lite.
 
     A server gets the token of NOBACKFILL_MILVUS_TOKEN, if that is set. Open it after a fork, in
     each process. The log levels of pymilvus and milvus-lite in this process become CRITICAL.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
-            one; or a file.
+        address: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the
+            default one; or a file.
 
     Returns:
         The client; the caller closes it.
@@ -89,11 +89,11 @@ def open_client(place: str) -> Any:
     for name in ("pymilvus", "milvus_lite"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     _OPENERS.append(os.getpid())
-    if "://" not in place:
-        path = Path(place)
+    if "://" not in address:
+        path = Path(address)
         if not path.exists():
             raise NotFoundError(
-                f"{place}: there is no such file; name a database file of milvus-lite, or the "
+                f"{address}: there is no such file; name a database file of milvus-lite, or the "
                 "address https://HOST:PORT of a Milvus server"
             )
         try:
@@ -101,22 +101,22 @@ def open_client(place: str) -> Any:
         except UnavailableError as error:
             # pymilvus does not say why.
             raise BusyError(
-                f"{place}: milvus-lite cannot open this file: another process has opened it, or it "
-                "is no database of milvus-lite. Only one process can open such a file at a time: "
-                "stop the other process, or correct the path"
+                f"{address}: milvus-lite cannot open this file: another process has opened it, "
+                "or it is no database of milvus-lite. Only one process can open such a file at a "
+                "time: stop the other process, or correct the path"
             ) from error
-    parts = parse_server_address(place, "milvus", KEY)
+    parts = parse_server_address(address, "milvus", KEY)
     database = parts.path.strip("/")
     if "/" in database:
         raise ConfigurationError(
             "milvus: expected https://HOST:PORT or https://HOST:PORT/DATABASE as the address of "
             "the server, got another form; correct SOURCE"
         )
-    address = f"{parts.scheme}://{parts.hostname}:{parts.port or _PORT}"
+    uri = f"{parts.scheme}://{parts.hostname}:{parts.port or _PORT}"
     token = os.environ.get(KEY, "")
     return call_milvus(
         str(parts.hostname),
-        lambda: MilvusClient(uri=address, token=token, db_name=database, timeout=_SECONDS),
+        lambda: MilvusClient(uri=uri, token=token, db_name=database, timeout=_SECONDS),
     )
 
 
@@ -301,13 +301,13 @@ _DEFAULT = "_default"
 _INDEX_S, _LOOK_S = 600.0, 0.2
 
 
-def open_collection(place: str, collection: str, vector: str | None) -> FlippingSource:
+def open_collection(address: str, collection: str, vector: str | None) -> FlippingSource:
     """Open a collection of Milvus as a source of vectors; its first read loads it into Milvus'
     memory.
 
     Args:
-        place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
-            one; or a file of milvus-lite.
+        address: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the
+            default one; or a file of milvus-lite.
         collection: the collection's name or alias.
         vector: the name of a float32 field; None: the only one.
 
@@ -324,7 +324,7 @@ def open_collection(place: str, collection: str, vector: str | None) -> Flipping
         InvalidInputError: the vector field is missing or ambiguous, functions compute fields, or
             Milvus refuses the call otherwise, as for an unknown database.
     """
-    store = MilvusStore(place, vector)
+    store = MilvusStore(address, vector)
     return FlippingSource(store, collection, store.open_collection(collection).vector)
 
 
@@ -336,7 +336,7 @@ class MilvusStore:
     otherwise) and ConfigurationError (the process was forked after the first client was opened).
 
     Args:
-        place: the server or file, as `open_client` takes it.
+        address: the server or file, as `open_client` takes it.
         vector: the name of the vector field; None: the only float32 field.
 
     Raises:
@@ -349,9 +349,9 @@ class MilvusStore:
         InvalidInputError: Milvus refuses the file or the address.
     """
 
-    def __init__(self, place: str, vector: str | None = None) -> None:
-        self._client = open_client(place)
-        self._place, self._vector = place, vector
+    def __init__(self, address: str, vector: str | None = None) -> None:
+        self._client = open_client(address)
+        self._address, self._vector = address, vector
 
     def open_collection(self, name: str) -> "MilvusCollection":
         """Open a collection by its name or alias.
@@ -453,7 +453,7 @@ class MilvusStore:
                 )
             time.sleep(_LOOK_S)
 
-    def obstacles(self, name: str, collection: Collection) -> list[str]:
+    def flip_obstacles(self, name: str, collection: Collection) -> list[str]:
         """Return sentences about what prevents a flip: a name that is no alias, keys that Milvus
         generates, or further vectors that cannot be copied.
 
@@ -538,8 +538,8 @@ class MilvusStore:
             BusyError: another migration holds the lock.
             CannotWriteError: the lock file cannot be created.
         """
-        folder = None if "://" in self._place else Path(self._place).resolve().parent
-        return lock_by_address(self._place, name, folder)
+        folder = None if "://" in self._address else Path(self._address).resolve().parent
+        return lock_by_address(self._address, name, folder)
 
     def drop(self, name: str) -> None:
         """Delete a collection with its items.

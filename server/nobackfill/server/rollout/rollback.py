@@ -233,8 +233,8 @@ class Rollbacks:
             space = _answering_space(hosted, target)
             if space is None:
                 continue
-            lost += hosted.store.count_left_behind(space.spec.space)
-            items = hosted.store.left_behind_items(
+            lost += hosted.store.count_items_without_vector(space.spec.space)
+            items = hosted.store.items_without_vector(
                 space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
             )
             listed += [(hosted.name, item.id) for item in items]

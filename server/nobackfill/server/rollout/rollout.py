@@ -458,7 +458,8 @@ class Rollout:
         if rollout == "dual" and not _can_merge(new, old):
             raise PreconditionError(
                 f"rollout dual: release {new.release} has no calibration to rank its hits with "
-                f"those of release {old.release}; use --rollout cutover"
+                f"those of release {old.release}; publish it with --eval or --eval-texts, or use "
+                "--rollout cutover"
             )
 
     def _upgrade_gallery(self, hosted: HostedGallery, manifest: Manifest) -> bool:
@@ -627,14 +628,14 @@ class Rollout:
             return False
         # In a shared database this makes the other gateways' puts wait.
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
-        if hosted.store.count_left_behind(manifest.space):
+        if hosted.store.count_items_without_vector(manifest.space):
             # Run here, within this thread's transaction.
             should_stop = self._run.cancel_event.is_set
             self._parts.upgrades.run_upgrade(
                 hosted, manifest, 0.0, should_stop, in_this_thread=True
             )
             self._run.raise_if_cancelled()
-        missing = hosted.store.count_left_behind(manifest.space)
+        missing = hosted.store.count_items_without_vector(manifest.space)
         if missing:
             hosted.store_state({NOTE: _missing_note(missing, hosted)})
         return not missing

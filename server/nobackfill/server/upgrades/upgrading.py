@@ -312,7 +312,7 @@ class ModelTrials:
             try_release(folder, manifest, upgrades=sources, poll=check_stop)
             self._passed |= needed
 
-    def try_route(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
+    def try_route_models(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
         """Try the models of a route, each release once.
 
         Args:
@@ -512,7 +512,7 @@ class GalleryUpgrades:
                 hosted.store, runner, spec, on_progress=on_chunk, should_stop=stops
             )
         else:
-            self.trials.try_route(route.steps)
+            self.trials.try_route_models(route.steps)
             outcome = workers.run(hosted.store, route, spec, on_chunk, stops)
         log.info("upgraded", gallery=hosted.name, written=outcome.written_count)
         if not outcome.was_stopped:
@@ -546,14 +546,14 @@ class GalleryUpgrades:
         if route is None:
             return None
         # Tried outside of the lock, because that may take a while.
-        self.trials.try_route(route.steps)
+        self.trials.try_route_models(route.steps)
         with self._lock:
             if route.releases not in self._runners:
                 self._runners[route.releases] = self._open(route, 1)
             return self._runners[route.releases]
 
     def _open(self, route: Route, threads: int) -> RouteRunner:
-        self.trials.try_route(route.steps)
+        self.trials.try_route_models(route.steps)
         return open_route(self._files, route, threads, int8=True)
 
     def pause(self, gallery: str) -> None:

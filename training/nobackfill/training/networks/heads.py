@@ -3,8 +3,9 @@
 The heads are softmax, normalised softmax, CosFace, ArcFace and d-Simplex.
 
 All heads have the same interface: `head(embedding [n,dim], labels [n]) -> scalar`,
-`head.logits(embedding) -> [n,c]` without margin, and `head.classifier() -> [c,dim]`. Compatible
-methods reuse these rows as the old classifier (pytorch-metric-learning stores the transpose).
+`head.logits(embedding) -> [n,c]` without margin, and `head.classifier_weights() -> [c,dim]`.
+Compatible methods reuse these rows as the old classifier (pytorch-metric-learning stores the
+transpose).
 
 A fixed classifier is never trained. It is the old one, possibly extended, or made from features.
 `labels_of_new_classes` maps the classes of a new training set to its classes, which may be fewer or
@@ -53,7 +54,7 @@ class Head(nn.Module):
         """
 
     @abstractmethod
-    def classifier(self) -> Tensor:
+    def classifier_weights(self) -> Tensor:
         """Return the class weights [classes,dim], with their gradient; not a copy."""
 
 
@@ -81,7 +82,7 @@ class SoftmaxHead(Head):
         output: Tensor = self.linear(embedding)
         return output
 
-    def classifier(self) -> Tensor:
+    def classifier_weights(self) -> Tensor:
         """Return the weights [classes,dim], without the bias; they are the parameter itself."""
         return self.linear.weight
 
@@ -113,9 +114,9 @@ class AngularHead(Head):
 
         The result is float32 or wider, also under autocast. The cosine of a zero vector is 0.
         """
-        return self.scale * cosines(embedding, self.classifier())
+        return self.scale * cosines(embedding, self.classifier_weights())
 
-    def classifier(self) -> Tensor:
+    def classifier_weights(self) -> Tensor:
         """Return the class weights [classes,dim], not normalised; a view of the parameter."""
         weight = self.loss.W
         assert isinstance(weight, Tensor)
@@ -324,7 +325,7 @@ class SimplexHead(Head):
         """
         return self.fixed.logits(embedding)
 
-    def classifier(self) -> Tensor:
+    def classifier_weights(self) -> Tensor:
         """Return all vertices [dim + 1,dim], without gradient; the first rows belong to the
         classes."""
         return self.fixed.weights
@@ -364,7 +365,7 @@ def classifier_of_head(head: Head) -> FixedClassifier:
     """
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
-        head.classifier(),
+        head.classifier_weights(),
         head_kind=head_kind_of(head),
         margin=head.margin,
         scale=head.scale,

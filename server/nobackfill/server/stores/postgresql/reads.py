@@ -35,7 +35,7 @@ from nobackfill.server.stores.postgresql.rows import (
 from nobackfill.server.stores.postgresql.schema import table_name
 from nobackfill.server.stores.postgresql.search import PostgresqlMatches
 from nobackfill.server.stores.postgresql.writes import (
-    count_left_behind,
+    count_items_without_vector,
     labels_in_table,
     read_frontier,
 )
@@ -539,9 +539,9 @@ class Reads:
         """
         return PostgresqlWindows(self.database, self.schema, source, target, needs_side)
 
-    def count_left_behind(self, space: str) -> int:
+    def count_items_without_vector(self, space: str) -> int:
         """Return the number of items without a vector in a space; see
-        UpgradableStore.count_left_behind.
+        UpgradableStore.count_items_without_vector.
 
         An item that has no vector in any space counts, too.
 
@@ -554,12 +554,14 @@ class Reads:
         """
         info = self.space(space)
         return self.database.read(
-            lambda connection: count_left_behind(connection, self.schema, info.table_number)
+            lambda connection: count_items_without_vector(
+                connection, self.schema, info.table_number
+            )
         )
 
-    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+    def items_without_vector(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first items without a vector in a space, by increasing label; see
-        GalleryStore.left_behind_items.
+        GalleryStore.items_without_vector.
 
         The items have neither origin nor uncertainty.
 

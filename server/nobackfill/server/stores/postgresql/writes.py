@@ -317,7 +317,7 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
             )
 
 
-def count_left_behind(connection: Connection, schema: str, number: int) -> int:
+def count_items_without_vector(connection: Connection, schema: str, number: int) -> int:
     """Return the number of items without a vector in a space.
 
     Only items above the frontier are checked.
@@ -513,7 +513,7 @@ def _activate(
     connection: Connection, schema: str, target: SpaceInfo, old_state: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_complete(count_left_behind(connection, schema, target.table_number), target)
+        ensure_complete(count_items_without_vector(connection, schema, target.table_number), target)
     spaces = f"{schema}.spaces"
     execute(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_state])
     execute(

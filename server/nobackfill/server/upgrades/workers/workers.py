@@ -285,7 +285,7 @@ class WorkerUpgrades:
         windows = store.windows_of_missing_vectors(source, target, route.reads_side)
         started = time.monotonic()
         total = store.count()
-        first_complete = total - store.count_left_behind(target.space)
+        first_complete = total - store.count_items_without_vector(target.space)
         writes, is_stopped, has_items = 0, False, True
         unreported: set[int] = set()
 
@@ -313,7 +313,7 @@ class WorkerUpgrades:
             # A worker that ended may have written items that no result names.
             if unreported:
                 store.announce_external_writes(np.array(sorted(unreported), np.int64))
-        return UpgradeOutcome(writes, store.count_left_behind(target.space), is_stopped)
+        return UpgradeOutcome(writes, store.count_items_without_vector(target.space), is_stopped)
 
     def close(self) -> None:
         """End the workers; a second call does nothing.
