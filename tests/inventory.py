@@ -449,7 +449,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
     from tests.gallery.making import spec
 
     found = {}
-    with server.database() as url, closing(Database(url, most=2)) as database:
+    with server.database() as url, closing(Database(url, most_connections=2)) as database:
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})
         DatabaseLedger(gallery, spec().space)
@@ -468,7 +468,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
             put(connection, range(50), MADE.old[:50])
             before = _postgresql_names(server, url)
             target = Target(to, MAP.dims[1], MAP.digest)
-            carry(open_source(f"{url}#t"), target, MAP, window=50, flip=flip)
+            carry(open_source(f"{url}#t"), target, MAP, rows_per_window=50, flip=flip)
             after = _postgresql_names(server, url)
             name = f"carry --to {to}{' --flip' * flip}"
             found[name] = {k: v for k, v in after.items() if before.get(k) != v}

@@ -115,7 +115,7 @@ def _carried(
     address: str, connection: Connection, size: int, window: int, mapping: Map, to: str = "new"
 ) -> None:
     source = open_source(f"{address}#items")
-    done = carry(source, Target(to, DIM, mapping.digest), mapping, window=window)
+    done = carry(source, Target(to, DIM, mapping.digest), mapping, rows_per_window=window)
     if done.new_vector_count != size:
         raise RuntimeError(f"{done.new_vector_count} of {size} are carried")
 

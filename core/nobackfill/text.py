@@ -327,7 +327,7 @@ def _is_text(part: object) -> bool:
 
 
 def parse_text_line(
-    line: bytes, where: str, id_key: str = "id", text_key: str = "text"
+    line: bytes, line_name: str, id_key: str = "id", text_key: str = "text"
 ) -> TextLine:
     """Parse one line of a JSONL file.
 
@@ -336,7 +336,7 @@ def parse_text_line(
 
     Args:
         line: The line in UTF-8, with or without a byte order mark.
-        where: FILE:LINE, for the message.
+        line_name: FILE:LINE, for the message.
         id_key: The key of the id.
         text_key: The key of the text.
 
@@ -355,7 +355,7 @@ def parse_text_line(
             raise ValueError("no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
-            f"{where}: expected a JSON object with {id_key!r} and {text_key!r}, both texts or "
+            f"{line_name}: expected a JSON object with {id_key!r} and {text_key!r}, both texts or "
             "numbers; correct the line"
         ) from error
     return TextLine(str(name), str(text), notes)

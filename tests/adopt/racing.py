@@ -17,8 +17,8 @@ class Racing:
     def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        return self._source.windows(rows)
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        return self._source.windows(rows_per_window)
 
     def open_target(self, target: Target) -> TargetVectors:
         beside = self._source.open_target(target)

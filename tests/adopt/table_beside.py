@@ -45,4 +45,4 @@ def stale(connection: Connection) -> int:
 
 
 def carried(address: str, window: int = 50) -> int:
-    return carry(open_source(f"{address}#t"), TARGET, MAP, window=window).new_vector_count
+    return carry(open_source(f"{address}#t"), TARGET, MAP, rows_per_window=window).new_vector_count

@@ -121,7 +121,7 @@ def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> N
         )
         source = open_source(f'{address}#shop.d"o%c{{}}')
         new = 'n$$; DROP TABLE places; --"{}%s'
-        done = carry(source, target(new), MAP, window=15)
+        done = carry(source, target(new), MAP, rows_per_window=15)
         assert done.new_vector_count == 40
         assert carry(open_source(f"{address}#places"), target("new"), MAP).new_vector_count == 2
         owners = connection.execute(

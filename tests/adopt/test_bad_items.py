@@ -156,7 +156,11 @@ def test_a_text_that_an_endpoint_refuses_is_named_and_left_out(
     refused: dict[str, str] = {}
     with serving(rule) as (url, asked):
         made = embed_into(
-            tmp_path / "out", items, Endpoint(url, "m"), batch=8, on_failure=refused.__setitem__
+            tmp_path / "out",
+            items,
+            Endpoint(url, "m"),
+            batch_size=8,
+            on_failure=refused.__setitem__,
         )
     assert made == 40 and kept(tmp_path / "out") == set(items.ids) - {"20", "41"}
     assert refused.keys() == {"20", "41"}
@@ -173,7 +177,7 @@ def test_a_batch_that_is_too_large_is_made_smaller_once(tmp_path: Path) -> None:
 
     items = ItemList("text", [str(number) for number in range(40)], TEXTS)
     with serving(most) as (url, asked):
-        assert embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch=32) == 40
+        assert embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch_size=32) == 40
     assert [len(one["input"]) for one in asked] == [32, 16, 8, 8, 16, 8, 8, 8]
 
 
@@ -186,7 +190,7 @@ def test_an_endpoint_that_takes_no_text_at_all_ends_the_run(tmp_path: Path) -> N
             InvalidInputError, match=r"no such model; the endpoint refuses every other text as well"
         ),
     ):
-        embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch=8)
+        embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch_size=8)
     assert len(asked) == 5
 
 

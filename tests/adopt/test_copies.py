@@ -45,12 +45,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chroma | M
 
 @every
 def test_what_an_item_holds_goes_along_and_is_kept_up_with(store: Chroma | Milvus) -> None:
-    carry(store.open(), TARGET, MAP, window=100)
+    carry(store.open(), TARGET, MAP, rows_per_window=100)
     name, other = MADE.ids[5], MADE.ids[6]
     assert store.text(name, "docs_to") == f"on {name}"
     store.touch(name)
     store.delete(other)
-    again = carry(store.open(), TARGET, MAP, window=100)
+    again = carry(store.open(), TARGET, MAP, rows_per_window=100)
     assert (again.write_count, again.new_vector_count) == (1, 229)
     assert store.text(name, "docs_to") == "changed"
     assert other not in read_all(store.open("docs_to")).ids
@@ -173,7 +173,7 @@ def test_partitions_go_along(store: Milvus) -> None:
     for row, name in enumerate(MADE.ids[:90]):
         store.delete(name)
         store.put(name, MADE.old[row], partition="red" if row % 2 else "blue")
-    assert carry(store.open(), TARGET, MAP, window=100).new_vector_count == 230
+    assert carry(store.open(), TARGET, MAP, rows_per_window=100).new_vector_count == 230
 
     def within(partition: str, collection: str = "docs_to") -> list[str]:
         found = store.client.query(
@@ -192,7 +192,7 @@ def test_partitions_go_along(store: Milvus) -> None:
     store.client.create_partition("docs", "green")
     store.delete(MADE.ids[1])
     store.put(MADE.ids[1], MADE.old[1], partition="green")
-    again = carry(store.open(), TARGET, MAP, window=100)
+    again = carry(store.open(), TARGET, MAP, rows_per_window=100)
     assert (again.write_count, again.new_vector_count) == (1, 230)
     assert within("green") == [MADE.ids[1]] and MADE.ids[1] not in within("red")
 
@@ -277,7 +277,10 @@ def test_numbers_as_keys_and_a_field_among_several(
     source = open_source(f"milvus:{path}#numbers", vector="a")
     assert source.facts().metric == "squared_l2"
     assert (
-        carry(source, Target("to", MAP.dims[1], MAP.digest), MAP, window=60).new_vector_count == 230
+        carry(
+            source, Target("to", MAP.dims[1], MAP.digest), MAP, rows_per_window=60
+        ).new_vector_count
+        == 230
     )
     # What does not fit one answer comes in several.
     monkeypatch.setattr(milvus, "_MOST_BYTES", 1000)
@@ -301,7 +304,9 @@ def test_numbers_of_both_signs_are_keys_on_a_server(store: Milvus) -> None:
     store.client.create_collection("numbers", schema=schema, index_params=index)
     rows = [{"id": n - 100, "v": vector} for n, vector in enumerate(MADE.old)]
     store.client.upsert("numbers", rows)
-    done = carry(store.open("numbers"), Target("to", MAP.dims[1], MAP.digest), MAP, window=60)
+    done = carry(
+        store.open("numbers"), Target("to", MAP.dims[1], MAP.digest), MAP, rows_per_window=60
+    )
     assert done.new_vector_count == 230
     assert sorted(map(int, read_all(store.open("to")).ids)) == list(range(-100, 130))
 
@@ -325,22 +330,22 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
 
         with pytest.raises(UnavailableError):
             source = open_source(f"chroma:http://{address}#docs")
-            carry(source, TARGET, MAP, window=50, progress=kill)
+            carry(source, TARGET, MAP, rows_per_window=50, progress=kill)
     with chroma.run_chroma(folder) as address:
         source = open_source(f"chroma:http://{address}#docs")
-        rest = carry(source, TARGET, MAP, window=50)
+        rest = carry(source, TARGET, MAP, rows_per_window=50)
         assert 0 < rest.write_count < 230 and rest.new_vector_count == 230
 
 
 @every
 def test_what_writers_put_into_the_copy_is_left_alone(store: Chroma | Milvus) -> None:
     """Carrying once more keeps items that a writer puts into both collections before the flip."""
-    carry(store.open(), TARGET, MAP, window=100)
+    carry(store.open(), TARGET, MAP, rows_per_window=100)
     name = "00000000-0000-4000-8000-9" + "0" * 11
     store.put(name, MADE.old[3])
     store.put_new(name, MADE.new[4], "docs_to")
     store.put(MADE.ids[7], MADE.old[8])
-    done = carry(store.open(), TARGET, MAP, window=100)
+    done = carry(store.open(), TARGET, MAP, rows_per_window=100)
     assert (done.write_count, done.new_vector_count) == (1, 231)
     rows = read_all(store.open("docs_to"))
     vectors = dict(zip(rows.ids, rows.vectors, strict=True))

@@ -181,8 +181,8 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
     rows = pa.table({"number": numbers, "vector": halves})
     lance.database.create_table("halves", rows)
     source = open_source(f"lancedb:{lance.folder}#halves", key="number")
-    assert carry(source, target("vector_new"), MAP, window=60).new_vector_count == 230
-    assert carry(source, target("vector_new"), MAP, window=60).write_count == 0
+    assert carry(source, target("vector_new"), MAP, rows_per_window=60).new_vector_count == 230
+    assert carry(source, target("vector_new"), MAP, rows_per_window=60).write_count == 0
     assert isinstance(source, Searchable)
     assert source.lookup(["7", "40000", "9" * 5000, str(2**64), "-0x1", "x"]).ids == ["7"]
     kind = lance.database.open_table("halves").schema.field("vector_new").type
@@ -373,4 +373,4 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
     ids = [str(largest), str(largest + 1), "9" * 5000, "x"]
     assert source.lookup(ids).ids == [str(largest)]
     # A window begins after the largest rowid.
-    assert carry(source, target("halves_new"), MAP, window=1).new_vector_count == 2
+    assert carry(source, target("halves_new"), MAP, rows_per_window=1).new_vector_count == 2

@@ -144,9 +144,9 @@ def test_a_run_goes_on_and_another_model_is_refused(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        embed_into(tmp_path / "out", items, model, batch=10, progress=die)
+        embed_into(tmp_path / "out", items, model, batch_size=10, progress=die)
     # Finished items are kept, though their file was to hold more.
-    assert embed_into(tmp_path / "out", items, model, batch=10) == 10
+    assert embed_into(tmp_path / "out", items, model, batch_size=10) == 10
     assert embed_into(tmp_path / "out", items, model) == 0
     rows = read_all(open_source(str(tmp_path / "out")))
     assert sorted(rows.ids) == sorted(items.ids)

@@ -75,7 +75,7 @@ def test_texts_are_asked_in_batches_and_answers_put_in_order(
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     items = ItemList("text", [str(n) for n in range(5)], ["a" * (n + 1) for n in range(5)])
     with serving(lambda _, body: (200, {}, vectors(body))) as (url, asked):
-        embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch=2)
+        embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch_size=2)
     rows = read_all(open_source(str(tmp_path / "out")))
     assert rows.vectors[:, 0].tolist() == [1, 2, 3, 4, 5]
     assert [len(one["input"]) for one in asked] == [2, 2, 1]
@@ -130,9 +130,9 @@ def test_what_was_embedded_before_it_gave_up_is_kept(
 
     with serving(script) as (url, _):
         with pytest.raises(BusyError, match="still answers 429"):
-            embed_into(tmp_path / "out", items, Endpoint(url, "small", patience=0.1), batch=2)
+            embed_into(tmp_path / "out", items, Endpoint(url, "small", patience=0.1), batch_size=2)
         gives_up = False
-        assert embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch=2) == 2
+        assert embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch_size=2) == 2
     assert len(read_all(open_source(str(tmp_path / "out")))) == 10
 
 

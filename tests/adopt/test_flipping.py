@@ -58,7 +58,7 @@ def mapped(vector: Vectors) -> Vectors:
 
 
 def test_an_alias_flips_and_goes_back(store: Milvus) -> None:
-    done = carry(live(store), TARGET, MAP, flip=True, window=100)
+    done = carry(live(store), TARGET, MAP, flip=True, rows_per_window=100)
     assert done.new_vector_count == 230 and led_to(store) == "docs_new"
     assert "programs that open 'docs' by its own name" in done.next_steps[0]
     source = live(store)

@@ -86,7 +86,7 @@ def test_every_row_is_embedded_and_flipped_while_others_write(
             stop.set()
 
     try:
-        carry(source, target, maker, window=20, progress=ended)
+        carry(source, target, maker, rows_per_window=20, progress=ended)
     finally:
         stop.set()
         writer.join()
@@ -180,9 +180,9 @@ def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, 
     maker = NativeVectorComputer(ColumnTexts(source, "body"), 8, embedder=Counting(), pause=killed)
     target = maker.target("n")
     with pytest.raises(KeyboardInterrupt):
-        carry(source, target, maker, window=25)
+        carry(source, target, maker, rows_per_window=25)
     again = NativeVectorComputer(ColumnTexts(source, "body"), 8, embedder=Counting())
-    assert carry(source, target, again, window=25).new_vector_count == COUNT
+    assert carry(source, target, again, rows_per_window=25).new_vector_count == COUNT
     assert len(seen) == COUNT
     assert native(connection, "n", model) == COUNT
 

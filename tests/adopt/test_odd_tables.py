@@ -96,13 +96,16 @@ def test_behind_a_pooler_of_transactions(postgres: Server, to: str) -> None:
         connection.execute("CREATE INDEX ON docs USING hnsw (v vector_cosine_ops)")
         through = f"{pool}{urlsplit(address).path}#docs"
         with closing(open_searchable(through)) as source:
-            assert carry(source, target(to), MAP, window=20).new_vector_count == 120
+            assert carry(source, target(to), MAP, rows_per_window=20).new_vector_count == 120
             for row in range(20):
                 assert source.nearest(MADE.old[row], 1) == [str(row)]
                 assert source.nearest(MAP(MADE.old)[row], 1, to) == [str(row)]
             assert wrong(connection, to) == 0
             connection.execute("UPDATE docs SET v = NULL WHERE id < 7")
-            assert carry(source, target(to), MAP, window=20, flip=True).new_vector_count == 113
+            assert (
+                carry(source, target(to), MAP, rows_per_window=20, flip=True).new_vector_count
+                == 113
+            )
 
 
 @BOTH
@@ -124,7 +127,7 @@ def test_partitions_are_carried_and_their_steps_run(
     connection.cursor().executemany("INSERT INTO docs VALUES (%s, %s)", rows)
     source = open_source(f"{address}#docs")
     assert source.facts().metric == "squared_l2"
-    done = carry(source, target(to), MAP, window=50)
+    done = carry(source, target(to), MAP, rows_per_window=50)
     assert done.new_vector_count == 120 and wrong(connection, to) == 0
     for step in done.next_steps:
         if step.startswith(("CREATE", "BEGIN")):

@@ -101,7 +101,10 @@ def test_rows_of_partitions_are_told_apart(postgres: Server) -> None:
         rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
         with connection.transaction(), connection.cursor() as cursor:
             cursor.executemany("INSERT INTO t VALUES (%s, %s)", rows)
-        assert carry(open_source(f"{address}#t"), TARGET, MAP, window=150).new_vector_count == 400
+        assert (
+            carry(open_source(f"{address}#t"), TARGET, MAP, rows_per_window=150).new_vector_count
+            == 400
+        )
         wrong = 0
         for number, vector in connection.execute("SELECT id, n::text FROM t").fetchall():
             expected = MAP(MADE.old[number : number + 1])[0]
@@ -150,7 +153,9 @@ def test_keys_of_any_type_find_their_vectors(postgres: Server, kind: str, keys: 
         rows = [(key, str(v.tolist())) for key, v in zip(keys, MADE.old, strict=False)]
         connection.cursor().executemany('INSERT INTO "T; --" VALUES (%s, %s)', rows)
         to = Target('table:new "table"', MAP.dims[1], MAP.digest)
-        assert carry(open_source(f"{address}#T; --"), to, MAP, window=3).new_vector_count == 8
+        assert (
+            carry(open_source(f"{address}#T; --"), to, MAP, rows_per_window=3).new_vector_count == 8
+        )
         found = connection.execute(
             'SELECT o."v""w"::real[], n."v""w"::real[] FROM "T; --" o '
             'JOIN "new ""table""" n ON o."k {} %%" = n."k {} %%"',

@@ -37,7 +37,7 @@ def test_a_transaction_that_stays_open_is_given_way_to(table: tuple[str, Connect
             opened[0].execute("UPDATE t SET v = %s WHERE id = 7", (vector,))
 
     with pytest.raises(BusyError, match="quieter hour"):
-        carry(Racing(source, between), TARGET, MAP, window=500)  # type: ignore[arg-type]
+        carry(Racing(source, between), TARGET, MAP, rows_per_window=500)  # type: ignore[arg-type]
     # It was never waited for so long that PostgreSQL would have ended it.
     opened[0].execute("SELECT 1")
     opened[0].commit()
@@ -58,7 +58,7 @@ def test_a_key_that_comes_back_after_all_was_emptied_has_its_own_vector(
             put(connection, range(5), drawn(2, 5))
 
     source = Racing(open_source(f"{address}#t"), between)
-    assert carry(source, TARGET, MAP, window=500).new_vector_count == 5  # type: ignore[arg-type]
+    assert carry(source, TARGET, MAP, rows_per_window=500).new_vector_count == 5  # type: ignore[arg-type]
     assert stale(connection) == 0
     connection.execute("TRUNCATE t")
     assert carried(address) == 0
@@ -90,12 +90,12 @@ def test_what_another_carries_between_two_readings_is_not_wrong(
     address, connection = table
     carried(address)
     overtaken = Overtaken(address, connection)
-    assert carry(overtaken, TARGET, MAP, window=400).new_vector_count == 300  # type: ignore[arg-type]
+    assert carry(overtaken, TARGET, MAP, rows_per_window=400).new_vector_count == 300  # type: ignore[arg-type]
     # It seemed wrong, and was looked at again.
     assert overtaken.readings == 2
     connection.execute("UPDATE beside SET v = %s WHERE id = 9", (str([0.5] * TARGET.dim),))
     with pytest.raises(VerificationError, match=r"1 of 300 .* '9'"):
-        carry(overtaken, TARGET, MAP, window=400)  # type: ignore[arg-type]
+        carry(overtaken, TARGET, MAP, rows_per_window=400)  # type: ignore[arg-type]
 
 
 @pytest.mark.long

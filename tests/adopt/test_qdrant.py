@@ -136,7 +136,7 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     for row in range(40, 120):
         store.put(MADE.ids[row], MADE.old[row])
     racing = Racing(store.open(), others, others)
-    steps = carry(racing, TARGET, MAP, window=20, flip=True).next_steps  # type: ignore[arg-type]
+    steps = carry(racing, TARGET, MAP, rows_per_window=20, flip=True).next_steps  # type: ignore[arg-type]
     assert "using='new'" in steps[0] and next(calls) > 2
     store.put(MADE.ids[5], MADE.old[6])
     assert carry(store.open(), TARGET, MAP).write_count >= 1

@@ -123,11 +123,11 @@ def test_a_wrong_name_is_refused_before_vectors_are_read(store: Store) -> None:
 @every
 def test_all_is_carried_once_and_twice_is_nothing(store: Store) -> None:
     before = by_id(read_all(store.open()))
-    done = carry(store.open(), target(), MAP, window=WINDOW)
+    done = carry(store.open(), target(), MAP, rows_per_window=WINDOW)
     assert (done.write_count, done.new_vector_count) == (230, 230)
     assert done.next_steps
     check(store)
-    again = carry(store.open(), target(), MAP, window=WINDOW)
+    again = carry(store.open(), target(), MAP, rows_per_window=WINDOW)
     assert (again.write_count, again.new_vector_count) == (0, 230)
     after = by_id(read_all(store.open()))
     assert all(np.array_equal(after[name], vector) for name, vector in before.items())
@@ -143,8 +143,8 @@ def test_a_run_that_ends_half_way_is_gone_on_with(store: Store) -> None:
             raise KilledError
 
     with pytest.raises(KilledError):
-        carry(store.open(), target(), MAP, window=WINDOW, progress=kill)
-    rest = carry(store.open(), target(), MAP, window=WINDOW)
+        carry(store.open(), target(), MAP, rows_per_window=WINDOW, progress=kill)
+    rest = carry(store.open(), target(), MAP, rows_per_window=WINDOW)
     assert 0 < rest.write_count < 180
     assert rest.new_vector_count == 230
     check(store)
@@ -152,12 +152,12 @@ def test_a_run_that_ends_half_way_is_gone_on_with(store: Store) -> None:
 
 @every
 def test_vectors_of_another_map_are_never_mixed_in(store: Store) -> None:
-    carry(store.open(), target(), MAP, window=WINDOW)
+    carry(store.open(), target(), MAP, rows_per_window=WINDOW)
     other = MAPS["procrustes"]
     with pytest.raises(AlreadyExistsError, match="not made by this map"):
-        carry(store.open(), target(other), other, window=WINDOW)
+        carry(store.open(), target(other), other, rows_per_window=WINDOW)
     check(store)
-    carry(store.open(), target(other, "another"), other, window=WINDOW)
+    carry(store.open(), target(other, "another"), other, rows_per_window=WINDOW)
 
 
 @every
@@ -165,20 +165,20 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     source = store.open()
     assert not source.drop_new_vectors("vector_new")
     assert not source.drop_new_vectors("text")
-    carry(source, target(), MAP, window=WINDOW)
+    carry(source, target(), MAP, rows_per_window=WINDOW)
     assert store.open().drop_new_vectors("vector_new")
     assert not store.open().drop_new_vectors("vector_new")
     assert len(read_all(store.open())) == 230
     # The name is free for another map.
     other = MAPS["procrustes"]
-    assert carry(store.open(), target(other), other, window=WINDOW).write_count == 230
+    assert carry(store.open(), target(other), other, rows_per_window=WINDOW).write_count == 230
 
 
 # Parquet's new vectors are files of their own, which no --vector opens.
 @pytest.mark.parametrize("store", [marked(name) for name in ("arrays", *WRITTEN)], indirect=True)
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
-    carry(store.open(), named, MAP, window=300)
+    carry(store.open(), named, MAP, rows_per_window=300)
     assert store.open().facts().model is None
     assert store.open("vector_new").facts().model == "the new model"
 
@@ -187,7 +187,7 @@ def test_carried_vectors_name_their_model(store: Store) -> None:
 def test_a_store_that_keeps_directions_only_takes_a_map_to_any_norm(store: Store) -> None:
     longer = fit_maps(MADE.old, 3 * MADE.new)["affine"]
     assert not longer.unit_norm
-    assert carry(store.open(), target(longer), longer, window=300).new_vector_count == 230
+    assert carry(store.open(), target(longer), longer, rows_per_window=300).new_vector_count == 230
     found = by_id(read_all(store.open("vector_new")))
     wanted = normalise(longer(MADE.old))
     assert all(
@@ -208,7 +208,7 @@ def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(beside, "write", spoilt)
     with pytest.raises(VerificationError, match="--rollback"):
-        carry(source, target(), MAP, window=WINDOW)
+        carry(source, target(), MAP, rows_per_window=WINDOW)
 
 
 @every
@@ -267,12 +267,12 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
             store.put(name, normalise(rng.normal(size=(1, 24)).astype(np.float32))[0])
         store.touch(store.names()[0])
 
-    done = carry(Racing(store.open(), others, others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]
+    done = carry(Racing(store.open(), others, others), target(), MAP, rows_per_window=WINDOW)  # type: ignore[arg-type]
     assert done.new_vector_count == store.open().count()
     check(store)
     # Written after all was carried: the trigger empties what is stale, the next run fills it.
     store.put(MADE.ids[1], MADE.old[2])
-    assert carry(store.open(), target(), MAP, window=WINDOW).write_count == 1
+    assert carry(store.open(), target(), MAP, rows_per_window=WINDOW).write_count == 1
     check(store)
 
 
@@ -285,7 +285,7 @@ def test_writers_that_never_rest_are_not_followed_for_ever(store: Written) -> No
         store.put(MADE.ids[7], MADE.old[next(calls) % 200])
 
     with pytest.raises(BusyError, match="quieter hour"):
-        carry(Racing(store.open(), others, others), target(), MAP, window=300)  # type: ignore[arg-type]
+        carry(Racing(store.open(), others, others), target(), MAP, rows_per_window=300)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_leaves_a_folder_of_arrays_that_continues(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_rows_enter_and_leave_the_condition_while_others_are_written(
     source: Source = Racing(  # type: ignore[assignment]
         open_source(address, where=WHERE), changes(connection, before), changes(connection, after)
     )
-    carry(source, TARGET, MAP, window=20)
+    carry(source, TARGET, MAP, rows_per_window=20)
     expected = set(OWN) - {2, 4, 6} | {3, 1000}
     check(connection, expected)
     # Rows change between two runs, and the last ones are those of the flip.

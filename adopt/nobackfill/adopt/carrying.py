@@ -196,7 +196,7 @@ def carry(
     target: Target,
     computer: Map | VectorComputer,
     *,
-    window: int | None = None,
+    rows_per_window: int | None = None,
     progress: Callable[[int], None] | None = None,
     flip: bool = False,
 ) -> CarryResult:
@@ -217,7 +217,7 @@ def carry(
         source: The store of the old vectors.
         target: The place of the new vectors in it, which is created if it is missing.
         computer: A map of the old vectors, or another maker of new vectors.
-        window: Rows of one step; None for the maker's own number. At least 1.
+        rows_per_window: Rows of one step; None for the maker's own number. At least 1.
         progress: Called with the number of vectors that this run has written so far. Called on this
             thread, after each window that wrote some. Its errors end the run, and the written
             vectors stay.
@@ -262,7 +262,7 @@ def carry(
         computer = MapVectorComputer(
             mapping, facts.name, ignores_norms=facts.metric in (None, "cosine")
         )
-    rows_at_once = computer.window_rows if window is None else window
+    rows_at_once = computer.window_rows if rows_per_window is None else rows_per_window
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(place, Flippable) or not (
         place.flipped or (flip and place.writers_put_new_vectors)

@@ -534,7 +534,7 @@ def embed(
             out,
             found,
             embedder,
-            batch=batch,
+            batch_size=batch,
             progress=_progress(len(found.ids)),
             on_failure=refusals.__setitem__,
         )

@@ -124,7 +124,9 @@ def read_card(path: Path) -> ConverterCard:
     return card
 
 
-def make_model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
+def make_model_card(
+    model: _Model, vectors: Vectors, made_by: str | None, error_name: str
+) -> ModelCard:
     """Describe a model for the manifest of a converter.
 
     Opens the model, and checks that it computed the vectors.
@@ -133,7 +135,7 @@ def make_model_card(model: _Model, vectors: Vectors, made_by: str | None, where:
         model: The model's entry in the card.
         vectors: Its vectors, float32 [n, dim].
         made_by: Fingerprint of the model that computed them; None: not known.
-        where: Name of the vectors in errors.
+        error_name: Name of the vectors in errors.
 
     Returns:
         `unit` is True if all the vectors have norm 1; `weights` is None for a model that is no ONNX
@@ -150,12 +152,12 @@ def make_model_card(model: _Model, vectors: Vectors, made_by: str | None, where:
     """
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{where}: the store of these vectors does not name the model that computed them; "
+            f"{error_name}: the store of these vectors does not name the model that computed them; "
             "embed them with `nobackfill embed`, which records the model, or give --queries-old "
             "with a folder of `nobackfill embed`"
         )
     embedder = open_embedder(model.model, name=model.model_name)
-    check_same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
+    check_same_model(embedder.fingerprint, made_by, f"{model.model} and {error_name}")
     weights = (
         hash_model_files(list_weight_files(Path(model.model)))
         if model.model.endswith(".onnx")

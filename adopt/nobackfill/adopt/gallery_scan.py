@@ -531,7 +531,7 @@ class SetScan:
         """
         return any(len(joining.hub_queries) for joining in self._one.rank_fusions)
 
-    def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
+    def add(self, blocks: Mapping[str, Block], hub: Block, first_number: int) -> None:
         """Add items outside the sample.
 
         The blocks are not changed. An item must be added once. Items may come in any order.
@@ -539,14 +539,14 @@ class SetScan:
         Args:
             blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
             hub: Their hubness [q, w] or [1, 1]. [1, 1] if no rank fusion corrects hubs.
-            first: The number of the first; the sample has 0 to n - 1.
+            first_number: The number of the first; the sample has 0 to n - 1.
         """
         old = blocks["stay"]
         predicted = self.nearness_predictor.predict(self._of_old(old), self._of_new(blocks["map"]))
         bins = self.nearness_predictor.bin_numbers(predicted)
         flat = bins + BINS * self._rows[:, None]
         self._counts += np.bincount(flat.ravel(), minlength=self._counts.size).reshape(-1, BINS)
-        self._add(blocks, np.broadcast_to(hub, old.shape), first)
+        self._add(blocks, np.broadcast_to(hub, old.shape), first_number)
 
     def _add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         values = (blocks["stay"], blocks["map"], hub)
@@ -554,11 +554,11 @@ class SetScan:
             self.nearer_counts[name] += (block <= self._bounds[name]).sum(1)
             self._nearest[name].add(block, values, first)
 
-    def result(self, items: int, errors: Mapping[str, float] | None = None) -> ScanResult:
+    def result(self, item_count: int, errors: Mapping[str, float] | None = None) -> ScanResult:
         """Compute the figures, once all items are added.
 
         Args:
-            items: Items of the gallery, those of the sample too.
+            item_count: Items of the gallery, those of the sample too.
             errors: The error of agreement@10 that each way showed in `back_test`; None leaves the
                 intervals out.
 
@@ -591,8 +591,8 @@ class SetScan:
             recall = found.any(1).astype(np.float64)
             score = np.where(found, both.joint, -np.inf).max(1, keepdims=True)
             rank = (both.joint >= score).sum(1)
-            places["both"] = np.where(np.isfinite(score[:, 0]), rank, items)[None]
-            places |= self._native_places(residuals, hits, both, items)
+            places["both"] = np.where(np.isfinite(score[:, 0]), rank, item_count)[None]
+            places |= self._native_places(residuals, hits, both, item_count)
             for name, place in places.items():
                 ways[name] |= {
                     "R@1": (place <= 1).mean(0),

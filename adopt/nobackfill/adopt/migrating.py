@@ -538,7 +538,7 @@ class Migration:
             natives_file=natives if searched else None,
             pause=self._counter.check,
         )
-        target = maker.target(plan.new_column, reversible=True)
+        target = maker.target(plan.new_column, must_be_reversible=True)
         mapped = plan.new_column + _MAPPED
         if self._has_flipped(plan, source, target):
             source.drop_new_vectors(mapped)

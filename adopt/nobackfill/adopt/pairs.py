@@ -405,17 +405,17 @@ def _refuse_repeated(ids: Sequence[str], where: str) -> None:
         )
 
 
-def has_line_break(item: str) -> bool:
+def has_line_break(item_id: str) -> bool:
     """Tell whether an id has a line break, so that `encode_ids` refuses it."""
-    return "\n" in item or "\r" in item
+    return "\n" in item_id or "\r" in item_id
 
 
-def encode_ids(ids: Sequence[str], where: str) -> str:
+def encode_ids(ids: Sequence[str], error_name: str) -> str:
     """Encode ids as text with one id in each line; an empty text without ids.
 
     Args:
         ids: The ids.
-        where: Name of their source in the error.
+        error_name: Name of their source in the error.
 
     Returns:
         Each line ends with a line feed. An empty id gives an empty line, which `read_ids` ignores.
@@ -425,9 +425,9 @@ def encode_ids(ids: Sequence[str], where: str) -> str:
     """
     if (broken := next(filter(has_line_break, ids), None)) is not None:
         raise InvalidInputError(
-            f"{where}: expected ids without line breaks, because the sample is a file with one id "
-            f"in each line; got {broken!r}. Choose another sample by --seed, or give this item "
-            "another id"
+            f"{error_name}: expected ids without line breaks, because the sample is a file with "
+            f"one id in each line; got {broken!r}. Choose another sample by --seed, or give this "
+            "item another id"
         )
     return "".join(f"{name}\n" for name in ids)
 

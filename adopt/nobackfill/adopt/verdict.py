@@ -200,23 +200,23 @@ class AdapterChoice:
     choice: MapChoice
     half_choices: tuple[MapChoice, MapChoice]
 
-    def by_half(self, number: int, queries: int) -> list[tuple[MapChoice, Ints]]:
+    def by_half(self, set_number: int, query_count: int) -> list[tuple[MapChoice, Ints]]:
         """Return the choices that judge a set of queries, each with its queries' numbers.
 
         Args:
-            number: Which set; the first one chose.
-            queries: Number of its queries.
+            set_number: Which set; the first one chose.
+            query_count: Number of its queries.
 
         Returns:
             For the first set: the even queries by one half's choice, the odd ones by the other's.
             For other sets: one choice for all.
         """
-        every = np.arange(queries)
-        if number > 0:
+        every = np.arange(query_count)
+        if set_number > 0:
             return [(self.choice, every)]
         return [(self.half_choices[0], every[::2]), (self.half_choices[1], every[1::2])]
 
-    def distances(self, number: int) -> Block:
+    def distances(self, set_number: int) -> Block:
         """Return the distances [q, n] of a set of queries, mapped to the old space, to the pairs.
 
         No query is judged by a candidate that it chose, nor by a map that its item is fitted on.
@@ -224,18 +224,18 @@ class AdapterChoice:
         Returns:
             A new array, float32.
         """
-        block = self.choice.held_out_result.query_distances[number].copy()
-        for choice, rows in self.by_half(number, len(block)):
-            block[rows] = choice.held_out_result.query_distances[number][rows]
+        block = self.choice.held_out_result.query_distances[set_number].copy()
+        for choice, rows in self.by_half(set_number, len(block)):
+            block[rows] = choice.held_out_result.query_distances[set_number][rows]
         return block
 
-    def map_queries(self, number: int, queries: Queries, pairs: Pairs, fold: Ints) -> Vectors:
+    def map_queries(self, set_number: int, queries: Queries, pairs: Pairs, fold: Ints) -> Vectors:
         """Map a set of queries to the old space, each by a map that was fitted without its fold.
 
         It fits one map for each fold and half.
 
         Args:
-            number: Which set.
+            set_number: Which set.
             queries: Its q queries.
             pairs: The n pairs.
             fold: The fold of each pair [n].
@@ -249,7 +249,7 @@ class AdapterChoice:
                 queries are fitted, too.
         """
         mapped = np.empty((len(queries.gallery_rows), pairs.old.shape[1]), np.float32)
-        for choice, rows in self.by_half(number, len(queries.gallery_rows)):
+        for choice, rows in self.by_half(set_number, len(queries.gallery_rows)):
             of = fold[queries.gallery_rows[rows]]
             for one in np.unique(of):
                 mapping = choice.fit_without(pairs.exchange_models, fold == one)

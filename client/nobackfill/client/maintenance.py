@@ -100,7 +100,7 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
     outbox = sidecar_path(device.path, "outbox")
     in_vault = 0
     for item_id in ids:
-        entries = [e for e in queue.entries(item=item_id) if e.state != "removing"]
+        entries = [e for e in queue.entries(item_id=item_id) if e.state != "removing"]
         for entry in entries:
             # Mark the vault's row first: after a kill here, the item can be removed again.
             queue.set_state(entry.blob_id, "removing")

@@ -822,20 +822,21 @@ class ChromaCollection:
         """Count the items."""
         return int(self._request("GET", "/count"))
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all ids into windows of `rows` items, and list the ids again at the first one, in
-        one request.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all ids into windows of `rows_per_window` items, and list the ids again at the
+        first one, in one request.
 
         Ids are in the order of their text. The last window has no upper end, so that it includes
         later items. An empty collection gives one window. Items that are added before the last
         window's lower end are missed until the next sweep.
 
         Args:
-            rows: the size of a window, at least 1; all but the last have exactly this many ids.
+            rows_per_window: the size of a window, at least 1; all but the last have exactly this
+                many ids.
         """
         ids = self._list_ids()
         lower = None
-        for upper in ids[rows - 1 : -1 : rows]:
+        for upper in ids[rows_per_window - 1 : -1 : rows_per_window]:
             yield Window(lower, upper)
             lower = upper
         # Open at the end, so that it includes items added after the listing.

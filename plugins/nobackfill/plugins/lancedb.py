@@ -302,7 +302,7 @@ class LanceSource:
             present = f"{_quoted_column(column)} IS NOT NULL"
             return int(self.table.count_rows(self._and_where(present)))
 
-    def windows(self, rows: int) -> Iterator[Window]:
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
         """Divide all keys into windows of `to_rows` rows; all keys are read at the first window.
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
@@ -310,7 +310,8 @@ class LanceSource:
         Rows without a vector count, too.
 
         Args:
-            rows: The size of a window, at least 1; all but the last have exactly this many rows.
+            rows_per_window: The size of a window, at least 1; all but the last have exactly this
+                many rows.
 
         Raises:
             InvalidInputError: A row has no key, or two rows have the same; or LanceDB refuses this,
@@ -319,7 +320,7 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         lower = None
-        for last in self._bounds(rows):
+        for last in self._bounds(rows_per_window):
             yield Window(lower, last)
             lower = last
         # Open at the end, so that it includes rows that are added meanwhile.
@@ -748,14 +749,14 @@ class LanceSource:
         facts = _column_mark(self.schema, self.vector)
         return None if facts.get("to") == self.vector else facts.get("map")
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name: old, flipped, finished (the old ones are
         dropped) or unknown.
 
         It is unknown where old vectors stay beside vectors that this map did not compute.
 
         Args:
-            mark: Digest of the map of the new vectors.
+            computer_digest: Digest of the map of the new vectors.
 
         Raises:
             InvalidInputError: LanceDB refuses this, also because a file cannot be read.
@@ -763,7 +764,7 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         old_exists = old_name_after_flip(self.vector) in self.schema.names
-        if self.flip_mark() != mark:
+        if self.flip_mark() != computer_digest:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

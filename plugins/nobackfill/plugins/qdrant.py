@@ -361,7 +361,7 @@ class QdrantSource:
         """
         return self.count_vectors(self.vector)
 
-    def windows(self, rows: int) -> Iterator[Window]:
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
         """Divide all ids into windows of `read_rows` points.
 
         The last window has no upper end, so that it includes new points. An empty collection gives
@@ -369,7 +369,7 @@ class QdrantSource:
         one has the `lower` None.
 
         Args:
-            rows: the size of a window, at least 1.
+            rows_per_window: the size of a window, at least 1.
 
         Yields:
             Windows whose `lower` is included and whose `upper` is not; both are ids.
@@ -385,7 +385,11 @@ class QdrantSource:
         while True:
             with translated_errors(self._name):
                 _, upper = self._client.scroll(
-                    self._name, limit=rows, offset=lower, with_payload=False, with_vectors=False
+                    self._name,
+                    limit=rows_per_window,
+                    offset=lower,
+                    with_payload=False,
+                    with_vectors=False,
                 )
             # `upper` begins the next window. The last window is open, to include new points.
             yield Window(lower, upper)
@@ -762,14 +766,14 @@ class QdrantSource:
         """
         return self._flipped_to()[1].get("map")
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether the collection has flipped to the vectors of a map: old, flipped, finished
         (the old ones are dropped) or unknown.
 
         It is unknown where the old vectors of a flip to other vectors exist.
 
         Args:
-            mark: digest of the map of the new vectors.
+            computer_digest: digest of the map of the new vectors.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -780,7 +784,7 @@ class QdrantSource:
         """
         found = self._flipped_to()[1]
         finished = "finished" in found
-        if found.get("map") == mark:
+        if found.get("map") == computer_digest:
             return "finished" if finished else "flipped"
         return "old" if finished or not found else "unknown"
 
@@ -890,7 +894,7 @@ class QdrantSource:
         present = {one: value for one, value in marks.items() if value is not None}
         self._client.update_collection(self._name, metadata={"nobackfill": present})
 
-    def count_vectors(self, vector: str) -> int:
+    def count_vectors(self, vector_name: str) -> int:
         """Count the points that have a vector of this name, exactly.
 
         Returns:
@@ -903,20 +907,20 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
+        has = models.Filter(must=[models.HasVectorCondition(has_vector=vector_name)])
         with translated_errors(self._name):
             return int(self._client.count(self._name, count_filter=has, exact=True).count)
 
-    def read_rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
+    def read_rows(self, vector_name: str, window: Window, missing_name: str | None = None) -> Rows:
         """Read the vectors of one name in a window.
 
         Points without the vector are left out. With the metric cosine, vectors are scaled to the
         norm 1. They are read in pages of 500.
 
         Args:
-            vector: the name of the vectors.
+            vector_name: the name of the vectors.
             window: the range of ids, `lower` included and `upper` not.
-            missing: leave out points that have a vector of this name; None: read all.
+            missing_name: leave out points that have a vector of this name; None: read all.
 
         Returns:
             Points by increasing id, with float32 [n, dim]. `keys` are the ids as Qdrant has them,
@@ -930,9 +934,9 @@ class QdrantSource:
             InvalidInputError: Qdrant refuses the request, or vectors differ in dimension.
         """
         none = None
-        if missing is not None:
-            none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
-        return self.rows_of(list(self.read_points(window, [vector], where=none)), vector)
+        if missing_name is not None:
+            none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing_name)])
+        return self.rows_of(list(self.read_points(window, [vector_name], where=none)), vector_name)
 
     def read_points(
         self, window: Window, vectors: Sequence[str] = (), payload: Sequence[str] = (),
@@ -973,14 +977,14 @@ class QdrantSource:
             if offset is None:
                 return
 
-    def rows_of(self, points: Sequence[Any], vector: str) -> Rows:
+    def rows_of(self, points: Sequence[Any], vector_name: str) -> Rows:
         """Convert points of Qdrant to rows with the vectors of one name.
 
         Points without the vector are left out.
 
         Args:
             points: points that were read with the vector.
-            vector: its name.
+            vector_name: its name.
 
         Returns:
             Rows with float32 [n, dim], [0, 0] if no point has the vector. With the metric cosine,
@@ -990,7 +994,8 @@ class QdrantSource:
             InvalidInputError: the vectors differ in dimension, or one is empty.
         """
         values = (
-            (p.id, p.vector.get(vector) if isinstance(p.vector, dict) else p.vector) for p in points
+            (p.id, p.vector.get(vector_name) if isinstance(p.vector, dict) else p.vector)
+            for p in points
         )
         pairs = [(key, value) for key, value in values if value is not None]
         ids = [str(key) for key, _ in pairs]
@@ -1044,7 +1049,7 @@ class NewNamedVectors:
         """
         old, new, content = self._source.vector, self._target.name, self._target.content_column
         if self.flipped:
-            return self._source.read_rows(old, window, missing=new)
+            return self._source.read_rows(old, window, missing_name=new)
         points = self._source.read_points(window, [old, new], [content] if content else [])
         # The window of a flip is the whole collection: only pending rows fit into memory.
         pages = iter(lambda: list(islice(points, _PAGE)), [])

@@ -741,14 +741,15 @@ class SqliteVecSource:
         """
         return self._table.count()
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all rowids into windows of `rows` rows.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all rowids into windows of `rows_per_window` rows.
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
         window.
 
         Args:
-            rows: The size of a window, at least 1; all but the last have about this many rows.
+            rows_per_window: The size of a window, at least 1; all but the last have about this many
+                rows.
 
         Yields:
             Windows of rowids, the upper end included. Each is found when it is taken.
@@ -763,7 +764,7 @@ class SqliteVecSource:
                 f"SELECT rowid FROM {self._table.shadow_table('rowids')} WHERE rowid > ? "
                 "ORDER BY rowid LIMIT 1 OFFSET ?",
                 -(2**63) if lower is None else lower,
-                rows - 1,
+                rows_per_window - 1,
             )
             # The last window is open: it includes rows that are inserted meanwhile.
             yield Window(lower, last[0][0] if last else None)
@@ -1121,21 +1122,21 @@ class SqliteVecSource:
         facts = self._database.read_facts(self._table.name)
         return facts.get("map") if "flipped" in facts else None
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name: old, flipped, finished (the old ones are
         dropped) or unknown.
 
         It is unknown if an old table exists, but not from a flip to this map.
 
         Args:
-            mark: Digest of the map of the new vectors.
+            computer_digest: Digest of the map of the new vectors.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         old_exists = self._old_name() in self._database.tables()
-        if self.flip_mark() != mark:
+        if self.flip_mark() != computer_digest:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

@@ -312,7 +312,7 @@ class NativeVectorComputer:
         folder: VectorFolder | None = None,
         natives: NativeVectorFile | None = None,
         ignores_norms: bool = False,
-        batch: int = 32,
+        batch_size: int = 32,
         pause: Callable[[], None] | None = None,
     ) -> None:
         """Combine the origins of native vectors. At least one of `embedder` and `folder` is needed.
@@ -324,7 +324,7 @@ class NativeVectorComputer:
             folder: Vectors that `nobackfill embed` wrote; None: none.
             natives: Vectors of lazy re-embedding, and the items that searches returned; None: none.
             ignores_norms: Whether to normalise every vector, as the store does.
-            batch: Number of items that the model gets at a time.
+            batch_size: Number of items that the model gets at a time.
             pause: Called before each window; an error that it raises ends the run. None: no call.
 
         Raises:
@@ -348,7 +348,7 @@ class NativeVectorComputer:
             )
         self.model: str = models[0]
         self.missing_reasons: dict[str, str] = {}
-        self._contents, self._dim, self._embedder, self._batch = contents, dim, embedder, batch
+        self._contents, self._dim, self._embedder, self._batch = contents, dim, embedder, batch_size
         self._folder, self._natives, self._directions = folder, natives, ignores_norms
         self._pause = pause
         # Ids that `first_ids` returned because searches wanted them, and the last id that it
@@ -369,12 +369,12 @@ class NativeVectorComputer:
             return ROWS_UNDER_LOCK
         return min(ROWS_UNDER_LOCK, max(1, int(1 / self._seconds_per_item)))
 
-    def target(self, name: str, *, reversible: bool = False) -> Target:
+    def target(self, name: str, *, must_be_reversible: bool = False) -> Target:
         """Describe the place of these vectors in the store; nothing is written.
 
         Args:
             name: Name of the new vectors.
-            reversible: As in `Target`.
+            must_be_reversible: As in `Target`.
 
         Returns:
             A target whose mark is the digest of the model and of the name of the originals. Its
@@ -390,7 +390,7 @@ class NativeVectorComputer:
             self.model,
             self._contents.column,
             is_native=True,
-            must_be_reversible=reversible,
+            must_be_reversible=must_be_reversible,
         )
 
     def priority_ids(self) -> list[str]:

@@ -264,7 +264,7 @@ def embed_into(
     items: ItemList,
     embedder: Embedder,
     *,
-    batch: int = 32,
+    batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
     on_failure: Callable[[str, str], None] | None = None,
 ) -> int:
@@ -282,8 +282,8 @@ def embed_into(
             a killed run are deleted. Files have mode 0600 and up to 500 items.
         items: The items.
         embedder: The model.
-        batch: Number of items that the model gets at a time. A batch that fails is halved. At least
-            1.
+        batch_size: Number of items that the model gets at a time. A batch that fails is halved. At
+            least 1.
         progress: Called with the number of items tried so far. Its errors end the run; what was
             embedded before is stored.
         on_failure: Called with the id and the reason of each item that the model cannot embed;
@@ -313,7 +313,7 @@ def embed_into(
     remove_temporary_files(folder)
     done, files = _done(folder, items, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
-    run = EmbeddingRun(items, embedder, batch, on_failure)
+    run = EmbeddingRun(items, embedder, batch_size, on_failure)
     for first in range(0, len(rest), PART_ITEMS):
         ids: list[str] = []
         digests: list[str] = []
@@ -357,17 +357,17 @@ class EmbeddingRun:
     Args:
         items: The items.
         embedder: The model.
-        batch: Number of items that the model gets at a time, at least 1. It falls for later batches
-            if the model takes each item but not so many at a time.
+        batch_size: Number of items that the model gets at a time, at least 1. It falls for later
+            batches if the model takes each item but not so many at a time.
         on_failure: Called with the id and the reason of each failing item; None: no call.
     """
 
     def __init__(
-        self, items: ItemList, embedder: Embedder, batch: int,
+        self, items: ItemList, embedder: Embedder, batch_size: int,
         on_failure: Callable[[str, str], None] | None,
     ) -> None:  # fmt: skip
         self._items, self._embedder, self._refuse = items, embedder, on_failure
-        self._batch = batch
+        self._batch = batch_size
         self._dim: int | None = None
         self.embedded_count = self.attempted_count = 0
 

@@ -119,19 +119,19 @@ class ArraySource:
         """Count the rows of `ids.npy`, which all have a vector."""
         return len(self._ids)
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide the rows into windows of exactly `rows` rows, the last one shorter.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide the rows into windows of exactly `rows_per_window` rows, the last one shorter.
 
         A folder without rows gives none.
 
         Args:
-            rows: Rows of a window, at least 1.
+            rows_per_window: Rows of a window, at least 1.
 
         Raises:
-            ValueError: `rows` is 0.
+            ValueError: `rows_per_window` is 0.
         """
-        for first in range(0, len(self._ids), rows):
-            yield Window(first, min(first + rows, len(self._ids)))
+        for first in range(0, len(self._ids), rows_per_window):
+            yield Window(first, min(first + rows_per_window, len(self._ids)))
 
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window as float32; every row has one.
@@ -269,17 +269,22 @@ class ArrayTarget:
         source: The source.
         folder: Its folder.
         parts_folder: Folder of the files for the windows.
-        final: The file that `finish` writes; if it exists, nothing is pending.
+        final_file: The file that `finish` writes; if it exists, nothing is pending.
         target: The name and the dimension of the new vectors.
     """
 
     concurrent_windows = 1
 
     def __init__(
-        self, source: ArraySource, folder: Path, parts_folder: Path, final: Path, target: Target
+        self,
+        source: ArraySource,
+        folder: Path,
+        parts_folder: Path,
+        final_file: Path,
+        target: Target,
     ) -> None:
         self._source, self._folder, self._parts = source, folder, parts_folder
-        self._final, self._target = final, target
+        self._final, self._target = final_file, target
 
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of a window that have no new one; none if the array is complete.
@@ -491,13 +496,13 @@ class MemorySource:
         """
         return len(self._ids)
 
-    def windows(self, rows: int) -> Iterator[Window]:
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
         """Divide the source itself into windows, not the vectors in memory.
 
         Raises:
             InvalidInputError: A file cannot be read.
         """
-        return self._source.windows(rows)
+        return self._source.windows(rows_per_window)
 
     def read(self, window: Window) -> Rows:
         """Read a window of the source itself, not of the vectors in memory.

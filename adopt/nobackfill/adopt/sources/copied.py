@@ -132,8 +132,9 @@ class Collection(Protocol):
     def count(self) -> int:
         """Count the items."""
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items; the last one has no upper end.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all keys into windows of about `rows_per_window` items; the last one has no upper
+        end.
 
         An empty collection gives one window.
         """
@@ -281,15 +282,16 @@ class CopiedSource:
         """Count the items of the collection."""
         return self._here.count()
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items; the last one has no upper end.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all keys into windows of about `rows_per_window` items; the last one has no upper
+        end.
 
         An empty collection gives one window.
 
         Args:
-            rows: At least 1.
+            rows_per_window: At least 1.
         """
-        return self._here.windows(rows)
+        return self._here.windows(rows_per_window)
 
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window; a row's key is its Record, and its version its digest.
@@ -495,18 +497,18 @@ class CollectionCopy:
         return self._store.flip_steps(self._source, self._copy)
 
 
-def rows_from_records(records: Sequence[Record], where: str) -> Rows:
+def rows_from_records(records: Sequence[Record], error_name: str) -> Rows:
     """Convert items to rows, whose keys are the items and whose versions are their digests.
 
     Args:
         records: The items.
-        where: The name of the collection in the error.
+        error_name: The name of the collection in the error.
 
     Raises:
         InvalidInputError: The vectors have several dimensions, or an item has no vector.
     """
     ids = [str(one.key) for one in records]
-    vectors = stack_vectors([one.vector for one in records], ids, where)
+    vectors = stack_vectors([one.vector for one in records], ids, error_name)
     return Rows(ids, vectors, list(records), [one.digest for one in records])
 
 

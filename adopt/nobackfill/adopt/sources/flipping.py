@@ -295,7 +295,7 @@ class FlippingSource(CopiedSource):
         """
         return self._here.copy_facts.get("map")
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether the name leads to the vectors of a map: old, flipped, finished (the
         original is deleted) or unknown.
 
@@ -303,10 +303,10 @@ class FlippingSource(CopiedSource):
         vectors exists.
 
         Args:
-            mark: Digest of the map of the new vectors.
+            computer_digest: Digest of the map of the new vectors.
         """
         original = self._original()
-        if self.flip_mark() != mark:
+        if self.flip_mark() != computer_digest:
             return "old" if original is None else "unknown"
         return "finished" if original is None else "flipped"
 

@@ -174,8 +174,9 @@ class ParquetSource:
         """
         return sum(len(self.read(window)) for window in self.windows(0))
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Yield one window for each row group, none without row groups; `rows` is ignored.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Yield one window for each row group, none without row groups; `rows_per_window` is
+        ignored.
 
         A file is opened when its first window is requested.
 
@@ -183,7 +184,7 @@ class ParquetSource:
             IncompatibleSpaceError: Two files record different models.
             InvalidInputError: A file cannot be read.
         """
-        del rows  # A row group is what can be read alone.
+        del rows_per_window  # A row group is what can be read alone.
         for file in self._files:
             opened = _opened(file)
             first = self._files[0].name
@@ -526,9 +527,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def vectors_to_parquet(
-    key: str,
+    key_column: str,
     keys: Any,
-    vector: str,
+    vector_column: str,
     vectors: Vectors,
     metadata: dict[bytes, bytes],
     others: Mapping[str, Any] = MappingProxyType({}),
@@ -536,9 +537,9 @@ def vectors_to_parquet(
     """Encode keys, vectors and other columns as the bytes of a Parquet file.
 
     Args:
-        key: Name of the column of keys.
+        key_column: Name of the column of keys.
         keys: n keys, as an array of pyarrow.
-        vector: Name of the column of vectors.
+        vector_column: Name of the column of vectors.
         vectors: [n, dim] with dim at least 1, stored as float32 lists of fixed size.
         metadata: Metadata of the file.
         others: Further columns of n values by name; one of the same name replaces keys or vectors.
@@ -548,7 +549,9 @@ def vectors_to_parquet(
     """
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-    table = pa.table({key: keys, vector: lists, **others}).replace_schema_metadata(metadata)
+    table = pa.table({key_column: keys, vector_column: lists, **others}).replace_schema_metadata(
+        metadata
+    )
     return table_to_parquet(table)
 
 

@@ -247,8 +247,8 @@ class PgvectorSource:
         dim = self._table.declared_dim(self.vector)
         return self._table.count_by_dim(self.vector) if dim is None else {dim: self.count()}
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of `rows` rows; the last one is open upwards.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all keys into windows of `rows_per_window` rows; the last one is open upwards.
 
         An empty table gives one window.
 
@@ -256,7 +256,7 @@ class PgvectorSource:
         of a window is outside it, and None in the first; its `upper` is inside.
 
         Args:
-            rows: At least 1. Rows of the condition count, also those without a vector.
+            rows_per_window: At least 1. Rows of the condition count, also those without a vector.
 
         Raises:
             NotPermittedError: Row-level security may hide rows from this role.
@@ -270,7 +270,7 @@ class PgvectorSource:
                 "SELECT {key} FROM {table} t WHERE {above} AND {chosen} "
                 "ORDER BY {key} OFFSET {skipped} LIMIT 1",
                 above=self._table.window_condition(Window(lower), "t"),
-                skipped=rows - 1,
+                skipped=rows_per_window - 1,
             )
             # The last window is open: it includes rows that are inserted meanwhile.
             yield Window(lower, last)
@@ -719,7 +719,7 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user of the lock's own connection.
         """
-        return self._table.lock("migrate", OTHER_MIGRATION_MESSAGE, wait=LOCK_WAIT_SECONDS)
+        return self._table.lock("migrate", OTHER_MIGRATION_MESSAGE, wait_seconds=LOCK_WAIT_SECONDS)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of new vectors, from their column's comment (see `Target`).
@@ -744,21 +744,21 @@ class PgvectorSource:
         """
         return self._table.comment_facts(self.vector).get("carried")
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name; the states are those of Reversible.
 
         Whether the old vectors exist is known from the columns at the opening, or at the last
         change through this object.
 
         Args:
-            mark: Digest of the new vectors.
+            computer_digest: Digest of the new vectors.
 
         Raises:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         kept = old_name_after_flip(self.vector) in self._table.columns
-        if self.flip_mark() != mark:
+        if self.flip_mark() != computer_digest:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
@@ -915,15 +915,15 @@ class PgvectorSource:
         self,
         column: str,
         window: Window,
-        missing: str | None = None,
+        missing_column: str | None = None,
         ids: Sequence[str] | None = None,
     ) -> Rows:
-        """Read the rows of a window that have a vector in `column` and none in `missing`.
+        """Read the rows of a window that have a vector in `column` and none in `missing_column`.
 
         Args:
             column: Column of vectors.
             window: A range of keys.
-            missing: A column that must be NULL; None for all rows.
+            missing_column: A column that must be NULL; None for all rows.
             ids: Keys of the rows as text; None for all rows.
 
         Returns:
@@ -950,8 +950,8 @@ class PgvectorSource:
                 kind=sql.SQL(self._table.key_type),
             ),
             condition=sql.SQL("true")
-            if missing is None
-            else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
+            if missing_column is None
+            else sql.SQL("{} IS NULL").format(sql.Identifier(missing_column)),
             within=self._table.window_condition(window, "t"),
         )
         return decode_vector_rows(found, self._table.name)
@@ -1072,7 +1072,7 @@ class PgvectorSelection(PgvectorSource):
         place = self._place(column)
         return None if place is None else place.comment_facts.get("nobackfill")
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether a flip to the table of new vectors that `migrate` names has taken place;
         the states are those of Reversible.
 
@@ -1086,7 +1086,7 @@ class PgvectorSelection(PgvectorSource):
         place = self._place(f"{self.flip_name}_new")
         if place is None or "nobackfill" in place.comment_facts:
             return "old"
-        if place.comment_facts.get("carried") != mark:
+        if place.comment_facts.get("carried") != computer_digest:
             return "unknown"
         return "flipped" if "flipped" in place.comment_facts else "finished"
 

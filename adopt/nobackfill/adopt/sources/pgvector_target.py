@@ -80,7 +80,7 @@ Names = dict[str, sql.Identifier]
 
 
 def create_or_find_table(
-    table: SourceTable, vector: str, target: Target
+    table: SourceTable, vector_column: str, target: Target
 ) -> tuple[Names, str | None]:
     """Make the table of the new vectors and its triggers, or find them again.
 
@@ -89,7 +89,7 @@ def create_or_find_table(
 
     Args:
         table: The source.
-        vector: Its column of old vectors.
+        vector_column: Its column of old vectors.
         target: The place for new vectors; its name is `table:NAME`.
 
     Returns:
@@ -108,7 +108,7 @@ def create_or_find_table(
         NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     with table.open_changes() as changes:
-        place = find_table(table, vector, target.name)
+        place = find_table(table, vector_column, target.name)
         names, triggers = place.sql_names, table.triggers(place.trigger_function)
         ours = target.computer_digest in (
             place.comment_facts.get("carried"),
@@ -121,7 +121,7 @@ def create_or_find_table(
                 f"{_rows_of(table.where)}; use the same --where, or choose another --to"
             )
         if place.belongs_to_source and place.comment_facts.get("carried") == target.computer_digest:
-            _check_columns(table, vector, place)
+            _check_columns(table, vector_column, place)
             return names, None
         if place.relation_exists and not (
             place.belongs_to_source
@@ -139,13 +139,13 @@ def create_or_find_table(
         if table.where is not None:
             mark["where"] = table.where
         if not place.relation_exists:
-            _make(changes, table, vector, names, target, mark)
+            _make(changes, table, vector_column, names, target, mark)
         else:
             _check_triggers(table, place, triggers, target)
             _follow_names(
-                changes, table, vector, place, comment_with_facts(model=target.model, **mark)
+                changes, table, vector_column, place, comment_with_facts(model=target.model, **mark)
             )
-        name = table.trigger_name(vector, target.name)
+        name = table.trigger_name(vector_column, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
         body, content = (
             table.trigger_body(_BODY, **names),
@@ -213,7 +213,7 @@ class NewVectorTable:
     columns: Sequence[str] = ()
 
 
-def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
+def find_table(table: SourceTable, vector_column: str, name: str) -> NewVectorTable:
     """Find a table of new vectors, also after a rename of the source, its column or its schema.
 
     The comment of the table names a trigger function. The source is the table whose triggers call
@@ -221,7 +221,7 @@ def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
 
     Args:
         table: The source.
-        vector: The source's column of old vectors.
+        vector_column: The source's column of old vectors.
         name: `table:NAME`.
 
     Returns:
@@ -233,7 +233,7 @@ def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
-    wanted, names = name.removeprefix(TABLE_PREFIX), table_names(table, vector, name)
+    wanted, names = name.removeprefix(TABLE_PREFIX), table_names(table, vector_column, name)
     watchers = dict(
         table.query_all(
             "SELECT DISTINCT proname, nspname FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
@@ -261,10 +261,10 @@ def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
         mark = parse_comment_facts(comment)
         watcher = mark.get("of", "").rpartition(".")[2].strip('"')
         if watcher in watchers and relation == wanted:
-            names = table_names(table, vector, name, schema)
+            names = table_names(table, vector_column, name, schema)
             function = sql.Identifier(watchers[watcher], watcher)
             return NewVectorTable(names, function, True, True, mark, columns)
-        if watcher == table.trigger_name(vector, name) and watcher in watchers:
+        if watcher == table.trigger_name(vector_column, name) and watcher in watchers:
             raise NotFoundError(
                 f"{table.name}: table {wanted!r} was renamed to {relation!r}; "
                 f"use --to {TABLE_PREFIX}{relation}"
@@ -391,12 +391,12 @@ _EVENTS: dict[str, LiteralString] = {
 }
 
 
-def remove_table(table: SourceTable, vector: str, name: str) -> bool:
+def remove_table(table: SourceTable, vector_column: str, name: str) -> bool:
     """Remove a table of new vectors and its triggers, in one transaction; an error changes nothing.
 
     Args:
         table: The source.
-        vector: Its column of old vectors.
+        vector_column: Its column of old vectors.
         name: `table:NAME`; the prefix may be missing.
 
     Returns:
@@ -412,7 +412,7 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
         NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     with table.open_changes() as changes:
-        place = find_table(table, vector, name)
+        place = find_table(table, vector_column, name)
         if not place.belongs_to_source or "nobackfill" not in place.comment_facts:
             return False
         changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", function=place.trigger_function)
@@ -420,7 +420,9 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
     return True
 
 
-def table_names(table: SourceTable, vector: str, name: str, schema: str | None = None) -> Names:
+def table_names(
+    table: SourceTable, vector_column: str, name: str, schema: str | None = None
+) -> Names:
     """Return quoted names: `old` (the column of vectors), `type`, `new_table`, `function` (of the
     triggers), `empty_name` and `empty` (the index of empty vectors, without and with its
     schema).
@@ -429,18 +431,18 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
 
     Args:
         table: The source.
-        vector: Its column of old vectors.
+        vector_column: Its column of old vectors.
         name: `table:NAME`; the prefix may be missing.
         schema: Schema of the new table; None for the source's.
 
     Raises:
-        KeyError: `vector` is no column of the source.
+        KeyError: `vector_column` is no column of the source.
     """
     new_table = name.removeprefix(TABLE_PREFIX)
-    trigger = table.trigger_name(vector, TABLE_PREFIX + new_table)
+    trigger = table.trigger_name(vector_column, TABLE_PREFIX + new_table)
     return {
-        "old": sql.Identifier(vector),
-        "type": table.pgvector_name(table.vector_type(vector)),
+        "old": sql.Identifier(vector_column),
+        "type": table.pgvector_name(table.vector_type(vector_column)),
         "new_table": sql.Identifier(schema or table.schema, new_table),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),
@@ -515,7 +517,7 @@ class OldVectorSource(Protocol):
         self,
         column: str,
         window: Window,
-        missing: str | None = None,
+        missing_column: str | None = None,
         ids: Sequence[str] | None = None,
     ) -> Rows:
         """Read vectors of a window from a column.
@@ -523,7 +525,7 @@ class OldVectorSource(Protocol):
         Args:
             column: Name of the column.
             window: The range of keys.
-            missing: Only rows where this other column is NULL; None for all rows.
+            missing_column: Only rows where this other column is NULL; None for all rows.
             ids: Keys to read, as text; unknown ones are left out. None for all.
 
         Raises:
@@ -601,7 +603,7 @@ class PgvectorColumn:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        return self._source.rows(self._source.vector, window, missing=self._target.name)
+        return self._source.rows(self._source.vector, window, missing_column=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors to rows that did not change since they were read, in UPDATE_PASSES
@@ -690,7 +692,7 @@ class PgvectorColumn:
                 to read, it is NotPermittedError.
         """
         name = self._target.name
-        return self._source.rows(self._source.vector, Window(), missing=name, ids=ids)
+        return self._source.rows(self._source.vector, Window(), missing_column=name, ids=ids)
 
     def read_items(self, ids: Sequence[str]) -> Rows:
         """Read the new vectors of rows by key; rows without one are left out.

@@ -84,13 +84,13 @@ def _listed(column: Fields) -> list[bytes | None]:
     return values
 
 
-def decode_vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
+def decode_vectors(column: Fields, ids: Sequence[str], error_name: str) -> Vectors:
     """Decode a field of vectors, without NULLs.
 
     Args:
         column: The field, in the binary form of pgvector's `vector`.
         ids: Keys of the rows, for the error.
-        where: Name of the table in the error.
+        error_name: Name of the table in the error.
 
     Returns:
         float32 [n, dim]. Copies of the data; [0, m] without rows. NaN passes.
@@ -108,13 +108,13 @@ def decode_vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
     if other is not None:
         here, there = (len(values[row]) // 4 - 1 for row in (0, other))
         raise InvalidInputError(
-            f"{where}: expected one dimension in all rows, got {here} in {ids[0]!r} and {there} in "
-            f"{ids[other]!r}; select the rows of one model with --where"
+            f"{error_name}: expected one dimension in all rows, got {here} in {ids[0]!r} and "
+            f"{there} in {ids[other]!r}; select the rows of one model with --where"
         )
     return np.frombuffer(b"".join(values), ">f4").reshape(len(ids), -1)[:, 1:].astype(np.float32)
 
 
-def decode_vector_rows(data: bytes, where: str) -> Rows:
+def decode_vector_rows(data: bytes, error_name: str) -> Rows:
     """Decode rows of a key as text, a vector, and other fields.
 
     The other fields of a row, joined, become its value in `Rows.versions`. A field that may be NULL
@@ -131,7 +131,7 @@ def decode_vector_rows(data: bytes, where: str) -> Rows:
     ids = [(key or b"").decode() for key in _listed(keys)]
     others = zip(*map(_listed, rest), strict=True)
     versions = [b"".join(part or b"" for part in row) for row in others]
-    return Rows(ids, decode_vectors(values, ids, where), (), versions)
+    return Rows(ids, decode_vectors(values, ids, error_name), (), versions)
 
 
 def decode_product_rows(data: bytes) -> tuple[list[str], Vectors]:

@@ -857,7 +857,7 @@ class SourceTable:
 
     @contextmanager
     def lock(
-        self, purpose: Literal["flip", "migrate"], busy: str, *, wait: float = 0.0
+        self, purpose: Literal["flip", "migrate"], busy_message: str, *, wait_seconds: float = 0.0
     ) -> Iterator[Callable[[], None]]:
         """Keep other holders of a lock on this table out for the block; readers and writers of the
         table do not notice it. It opens a connection of its own for the block, and the end of the
@@ -868,8 +868,8 @@ class SourceTable:
 
         Args:
             purpose: Name of the lock.
-            busy: The error's sentence where another session holds the lock.
-            wait: Seconds to wait for that session. 0 tries once; attempts are 0.1 s apart.
+            busy_message: The error's sentence where another session holds the lock.
+            wait_seconds: Seconds to wait for that session. 0 tries once; attempts are 0.1 s apart.
 
         Yields:
             A function that raises UnavailableError where the server has ended the lock's session,
@@ -881,7 +881,7 @@ class SourceTable:
             NobackfillError: Connecting fails otherwise, as `connect` says.
         """
         digest = hashlib.sha256(f"nobackfill {purpose} {self.oid}".encode()).digest()
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + wait_seconds
         lock = self.text(
             "SELECT pg_try_advisory_xact_lock({lock})",
             lock=int.from_bytes(digest[:8], "big", signed=True),
@@ -900,7 +900,7 @@ class SourceTable:
                         break
                     time.sleep(_POLL)
             if not free:
-                raise BusyError(f"{self.name}: {busy}")
+                raise BusyError(f"{self.name}: {busy_message}")
 
             def check() -> None:
                 try:
@@ -1290,13 +1290,14 @@ class Changes:
         self._table, self._connection = table, connection
 
     @contextmanager
-    def transaction(self, wait: str = _LOCK_WAIT) -> Iterator[None]:
+    def transaction(self, lock_timeout: str = _LOCK_WAIT) -> Iterator[None]:
         """Run the block in a transaction, which commits at its end and rolls back on an error.
 
-        Within another transaction it is a savepoint, whose `wait` holds until the outer one ends.
+        Within another transaction it is a savepoint, whose `lock_timeout` holds until the outer one
+        ends.
 
         Args:
-            wait: Longest time to wait for one lock, as PostgreSQL writes it: "5s".
+            lock_timeout: Longest time to wait for one lock, as PostgreSQL writes it: "5s".
 
         Raises:
             psycopg.errors.LockNotAvailable: Others hold a lock for longer; BusyError outside of the
@@ -1304,7 +1305,7 @@ class Changes:
             psycopg.Error: PostgreSQL refuses a statement of the block, or the connection breaks.
         """
         with self._connection.transaction():
-            self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
+            self.run("SET LOCAL lock_timeout = {wait}", wait=lock_timeout)
             yield
 
     @contextmanager
@@ -1490,11 +1491,11 @@ class Changes:
             copy.write(_HEAD + rows + _END)
 
 
-def stale_sentence(place: str, confirmation: str | None, remedy: str | None) -> str:
+def stale_sentence(vectors_name: str, confirmation: str | None, remedy: str | None) -> str:
     """Write the sentence of an error: new vectors may be stale, because triggers were off.
 
     Args:
-        place: The vectors, as `column 'v_new'`.
+        vectors_name: The vectors, as `column 'v_new'`.
         confirmation: The statement by which the owner confirms that none is stale; None where the
             triggers are missing or disabled.
         remedy: Advice besides that statement, as a command to the reader; None: no advice.
@@ -1504,8 +1505,8 @@ def stale_sentence(place: str, confirmation: str | None, remedy: str | None) -> 
         remedy.
     """
     sentence = (
-        f"{place} may hold stale vectors: its triggers were dropped, disabled or made again since "
-        "they were written"
+        f"{vectors_name} may hold stale vectors: its triggers were dropped, disabled or made again "
+        "since they were written"
     )
     if confirmation is None:
         return f"{sentence}; {remedy}" if remedy else sentence

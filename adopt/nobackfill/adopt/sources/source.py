@@ -398,14 +398,14 @@ class Source(Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all items into windows of about `rows` items.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all items into windows of about `rows_per_window` items.
 
         In a database the last window has no upper end, so that it includes later items. An empty
         database gives one window; files without rows may give none.
 
         Args:
-            rows: At least 1.
+            rows_per_window: At least 1.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -574,11 +574,11 @@ class Reversible(Source, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+    def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether the store has flipped to the vectors with a mark.
 
         Args:
-            mark: Mark of the new vectors (see Target).
+            computer_digest: Mark of the new vectors (see Target).
 
         Returns:
             "old": no flip has taken place. "flipped": these vectors have the source's name, and the
@@ -750,20 +750,20 @@ def time_reading(source: Source) -> float:
     return (time.perf_counter() - started) / max(1, rows)
 
 
-def first_fingerprint(*models: str | None) -> str | None:
+def first_fingerprint(*fingerprints: str | None) -> str | None:
     """Return the first of some model names that is a fingerprint; None if there is none.
 
     An empty text counts as a fingerprint.
 
     Args:
-        models: Fingerprints, ids of spaces of releases ("sp-…"), or None.
+        fingerprints: Fingerprints, ids of spaces of releases ("sp-…"), or None.
     """
     return next(
-        (one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None
+        (one for one in fingerprints if one is not None and not one.startswith(SPACE_PREFIX)), None
     )
 
 
-def check_same_model(first: str | None, second: str | None, error_name: str) -> None:
+def check_same_model(first_model: str | None, second_model: str | None, error_name: str) -> None:
     """Check that two sets of vectors are not known to be of different models.
 
     A release's space and a model's fingerprint cannot be compared, so such a pair passes; None is
@@ -772,50 +772,50 @@ def check_same_model(first: str | None, second: str | None, error_name: str) -> 
     An empty text counts as a fingerprint.
 
     Args:
-        first: Fingerprint or space of the one model.
-        second: Fingerprint or space of the other.
+        first_model: Fingerprint or space of the one model.
+        second_model: Fingerprint or space of the other.
         error_name: The name of the vectors in the error.
 
     Raises:
         IncompatibleSpaceError: Both are fingerprints, or both are spaces, and they differ.
     """
     if (
-        first is None
-        or second is None
-        or first.startswith(SPACE_PREFIX) != second.startswith(SPACE_PREFIX)
+        first_model is None
+        or second_model is None
+        or first_model.startswith(SPACE_PREFIX) != second_model.startswith(SPACE_PREFIX)
     ):
         return
-    if first != second:
+    if first_model != second_model:
         raise IncompatibleSpaceError(
             f"{error_name}: expected vectors of one model, got vectors of the models "
-            f"{first[:12]}… and {second[:12]}…, which cannot be compared even if their dimension "
-            "is the same. If it is one model, embed both with the same options"
+            f"{first_model[:12]}… and {second_model[:12]}…, which cannot be compared even if their "
+            "dimension is the same. If it is one model, embed both with the same options"
         )
 
 
 def parse_store_metric(
-    name: str, metrics: Mapping[str, SearchMetric], where: str
+    name: str, metrics: Mapping[str, SearchMetric], error_name: str
 ) -> SearchMetric | None:
     """Return the metric that a store names, or None if it names none (an empty text).
 
     Args:
         name: The store's own name of the metric; empty if it names none.
         metrics: Our metric for each name of the store's that can be migrated.
-        where: The name of the vectors in the error.
+        error_name: The name of the vectors in the error.
 
     Raises:
         InvalidInputError: The metric is not in `metrics`.
     """
     if name and name not in metrics:
         raise InvalidInputError(
-            f"{where}: expected a store that searches by {join_few(metrics)}, got {name}, which "
-            "nobackfill does not support; build an index of one of these, or copy the vectors to "
-            "a store that has one"
+            f"{error_name}: expected a store that searches by {join_few(metrics)}, got {name}, "
+            "which nobackfill does not support; build an index of one of these, or copy the "
+            "vectors to a store that has one"
         )
     return metrics.get(name)
 
 
-def check_rows(rows: Rows, dim: int | None, where: str) -> Rows:
+def check_rows(rows: Rows, dim: int | None, error_name: str) -> Rows:
     """Return `rows` after a check that each vector is finite and has the dimension `dim`.
 
     The same object is returned. Zero vectors pass.
@@ -823,20 +823,20 @@ def check_rows(rows: Rows, dim: int | None, where: str) -> Rows:
     Args:
         rows: The rows to check; no rows pass.
         dim: The expected dimension; None accepts any.
-        where: The name of the vectors in the error.
+        error_name: The name of the vectors in the error.
 
     Raises:
         InvalidInputError: The dimension differs, or a vector holds NaN or infinity.
     """
     if dim is not None and len(rows) and rows.vectors.shape[1] != dim:
         raise InvalidInputError(
-            f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; use "
+            f"{error_name}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; use "
             "vectors of one model, and a map that was fitted on that model's vectors"
         )
     bad = np.flatnonzero(~np.isfinite(rows.vectors).all(1))
     if len(bad):
         raise InvalidInputError(
-            f"{where}: expected finite vectors, got NaN or infinity in "
+            f"{error_name}: expected finite vectors, got NaN or infinity in "
             f"{join_few(repr(rows.ids[row]) for row in bad.tolist())}; correct or delete these "
             "items"
         )
@@ -1022,7 +1022,7 @@ def repeated_ids(ids: Iterable[str]) -> list[str]:
 
 
 def stack_vectors(
-    vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str
+    vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], error_name: str
 ) -> Vectors:
     """Stack vectors of one dimension into an array.
 
@@ -1031,7 +1031,7 @@ def stack_vectors(
     Args:
         vectors: One vector for each id.
         ids: Ids, for the error.
-        where: The name of the vectors in the error.
+        error_name: The name of the vectors in the error.
 
     Returns:
         float32 [n, dim]; [0, 0] without vectors. NaN passes.
@@ -1043,13 +1043,13 @@ def stack_vectors(
     lengths = [len(vector) for vector in vectors]
     if 0 in lengths:
         raise InvalidInputError(
-            f"{where}: expected vectors of at least 1 dimension, got an empty one for "
+            f"{error_name}: expected vectors of at least 1 dimension, got an empty one for "
             f"{ids[lengths.index(0)]!r}; correct or delete this item"
         )
     other = next((row for row, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
         raise InvalidInputError(
-            f"{where}: expected one dimension in all rows, got {lengths[0]} in {ids[0]!r} and "
+            f"{error_name}: expected one dimension in all rows, got {lengths[0]} in {ids[0]!r} and "
             f"{lengths[other]} in {ids[other]!r}; use the vectors of one model alone"
         )
     return np.asarray(vectors, np.float32).reshape(len(vectors), lengths[0] if lengths else 0)

@@ -80,14 +80,14 @@ class VaultQueue:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
+    def entries(self, state: State | None = None, item_id: str | None = None) -> list[VaultEntry]:
         """Return rows ordered by item, the latest of an item last.
 
         Nothing is written.
 
         Args:
             state: only rows in this state; None: any state.
-            item: only rows of the item with this id; None: any item.
+            item_id: only rows of the item with this id; None: any item.
 
         Returns:
             Empty if nothing was ever pushed.
@@ -103,7 +103,7 @@ class VaultQueue:
             if not columns:
                 return []
             rows = connection.execute(
-                _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item)
+                _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item_id)
             )
             entries = [VaultEntry(*row) for row in rows]
         if not all(map(_is_sound, entries)):
@@ -128,11 +128,11 @@ class VaultQueue:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item_id not in items]
 
-    def latest_entry(self, item: str) -> VaultEntry | None:
+    def latest_entry(self, item_id: str) -> VaultEntry | None:
         """Return the latest row of an item that is not being removed; None if there is none.
 
         Args:
-            item: id of the item.
+            item_id: id of the item.
 
         Raises:
             DamagedError: the gallery file is damaged.
@@ -140,7 +140,7 @@ class VaultQueue:
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
-        rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
+        rows = [entry for entry in self.entries(item_id=item_id) if entry.state != "removing"]
         return rows[-1] if rows else None
 
     def insert_sealed(self, entry: VaultEntry) -> None:
@@ -167,11 +167,11 @@ class VaultQueue:
                 ),
             )  # fmt: skip
 
-    def set_state(self, blob: str, state: State) -> None:
+    def set_state(self, blob_id: str, state: State) -> None:
         """Set the state of a blob's row.
 
         Args:
-            blob: the id of the blob; an unknown one is ignored.
+            blob_id: the id of the blob; an unknown one is ignored.
             state: sealed, stored or removing.
 
         Raises:
@@ -182,7 +182,7 @@ class VaultQueue:
             NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
-            connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
+            connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob_id))
 
     def mark_stored(self, entry: VaultEntry) -> None:
         """Mark a blob's row as stored, and the rows of all other blobs of its item as removing.
@@ -218,7 +218,7 @@ class VaultQueue:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
-    def delete_entry(self, blob: str) -> None:
+    def delete_entry(self, blob_id: str) -> None:
         """Delete the row of a blob; call this after the vault has deleted the blob.
 
         An unknown blob is ignored.
@@ -230,7 +230,7 @@ class VaultQueue:
             NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
-            connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
+            connection.execute("DELETE FROM vault WHERE blob = ?", (blob_id,))
 
     def sweep(self, folder: Path) -> None:
         """Delete the files of a folder that are no sealed blob, such as ciphertext of a killed

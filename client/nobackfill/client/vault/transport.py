@@ -203,14 +203,14 @@ def _chunks(source: Path, offset: int) -> Iterator[bytes]:
             yield chunk
 
 
-def check_blob(blob: vault_pb2.Blob, where: str) -> None:
+def check_blob(blob: vault_pb2.Blob, error_name: str) -> None:
     """Check that a blob's id and digest are 64 hex digits, and its size is possible.
 
     Nothing is fetched.
 
     Args:
         blob: a blob as an untrusted vault describes it.
-        where: the vault's address, for the error.
+        error_name: the vault's address, for the error.
 
     Raises:
         VerificationError: one of them is malformed: another id or digest than 64 lower-case
@@ -218,12 +218,12 @@ def check_blob(blob: vault_pb2.Blob, where: str) -> None:
     """
     if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
         raise VerificationError(
-            f"{where}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
+            f"{error_name}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
             f"{blob.sha256[:80]!r}; the vault at this address cannot be used, tell its operator"
         )
     if not 0 < blob.size <= LARGEST_BLOB:
         raise VerificationError(
-            f"{where}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
+            f"{error_name}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
             f"{blob.size}; the vault at this address cannot be used, tell its operator"
         )
 

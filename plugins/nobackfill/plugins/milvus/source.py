@@ -678,19 +678,20 @@ class MilvusCollection:
             return 0
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
-    def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of at most `rows` items that fit into one answer.
+    def windows(self, rows_per_window: int) -> Iterator[Window]:
+        """Divide all keys into windows of at most `rows_per_window` items that fit into one answer.
 
         All keys are read into memory once, at the start. A key that is added later makes a window
         larger. The last window has no upper end, and an empty collection gives one window.
 
         Args:
-            rows: the largest size of a window, at least 1; large vectors make it smaller.
+            rows_per_window: the largest size of a window, at least 1; large vectors make it
+                smaller.
 
         Yields:
             Windows of keys, without the lower end and with the upper one.
         """
-        each = min(rows, self._items_per_answer)
+        each = min(rows_per_window, self._items_per_answer)
         keys = sorted(self._read_keys())
         lower = None
         for upper in keys[each - 1 : -1 : each]:

@@ -195,14 +195,14 @@ class Canaries:
             return None
         return self._comparison.stop_reason(canary)
 
-    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
+    def record_feedback(self, request_id: str, item_id: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         Feedback of both pairs' answers counts. It is kept in memory only.
 
         Args:
             request_id: id of the answer.
-            item: id of the hit.
+            item_id: id of the hit.
             kind: approved or rejected.
 
         Returns:
@@ -211,7 +211,7 @@ class Canaries:
         """
         if self.running_settings() is None or self._comparison is None:
             return False
-        return self._comparison.record_feedback(request_id, item, kind)
+        return self._comparison.record_feedback(request_id, item_id, kind)
 
     def enqueue_comparison(self, query: "_MirroredQuery", compare: Callable[[], None]) -> None:
         """Queue a comparison of both pairs; it is counted as skipped if too many wait.

@@ -464,14 +464,14 @@ class CanaryComparison:
         with self._lock:
             self._skip_count += 1
 
-    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
+    def record_feedback(self, request_id: str, item_id: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         The first feedback of each kind in a session is evidence. It is still accepted after `end`.
 
         Args:
             request_id: id of the answer.
-            item: id of the hit.
+            item_id: id of the hit.
             kind: approved or rejected.
 
         Returns:
@@ -479,7 +479,7 @@ class CanaryComparison:
             otherwise, also if the session has sent feedback of this kind before.
         """
         with self._lock:
-            return self._sessions.record_feedback(request_id, item, kind)
+            return self._sessions.record_feedback(request_id, item_id, kind)
 
     def end(self, state: CanaryState, message: str) -> None:
         """End the comparison; a second call changes nothing.

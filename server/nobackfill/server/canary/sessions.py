@@ -71,7 +71,7 @@ class CanarySessions:
         if len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
+    def record_feedback(self, request_id: str, item_id: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         The first feedback of each kind in a session is evidence.
@@ -82,7 +82,7 @@ class CanarySessions:
 
         Args:
             request_id: id of the answer.
-            item: id of the hit.
+            item_id: id of the hit.
             kind: approved or rejected.
 
         Returns:
@@ -91,7 +91,7 @@ class CanarySessions:
         """
         key, items = self._answers.get(request_id, (0, ()))
         session = self._sessions.get(key)
-        if session is None or hash(item) not in items:
+        if session is None or hash(item_id) not in items:
             return False
         if kind not in session.kinds:
             counts = self.feedback_counts[kind]
