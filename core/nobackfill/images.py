@@ -164,7 +164,7 @@ def _jpeg(data: bytes) -> ImageHeader:
             continue
         elif marker in _SOF:
             if size is not None or stop - start < 10:
-                raise damage_error("its frame header is not one")
+                raise damage_error("its frame header is damaged")
             size = struct.unpack_from(">HH", data, start + 5)
         elif marker == _APP1 and exif is None and data.startswith(_EXIF, start + 4):
             exif = data[start + 4 + len(_EXIF) : stop]

@@ -95,14 +95,14 @@ class DaemonThreads:
     """A pool of daemon threads: unlike ThreadPoolExecutor, the end of the process does not wait for
     it."""
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most_threads: int, name: str) -> None:
         """Create a pool without threads; they start with work and end when there is none.
 
         Args:
-            most: Largest number of threads, at least 1; with 0, work never begins.
+            most_threads: Largest number of threads, at least 1; with 0, work never begins.
             name: Name of each thread.
         """
-        self._most, self._name = most, name
+        self._most, self._name = most_threads, name
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads = 0

@@ -37,17 +37,18 @@ _CHANGE = "leave out or change the text that it cannot read, or use another toke
 class BatchTokenizer:
     """A tokenizer.json that truncates texts; a batch is padded to its longest text."""
 
-    def __init__(self, data: bytes, length: int, error_name: str) -> None:
+    def __init__(self, data: bytes, max_tokens: int, error_name: str) -> None:
         """Load a tokenizer.
 
         Args:
             data: The bytes of tokenizer.json.
-            length: Tokens after which a text is truncated, at least 1, those that the tokenizer
+            max_tokens: Tokens after which a text is truncated, at least 1, those that the tokenizer
                 adds included.
             error_name: The name of the file in messages.
 
         Raises:
-            InvalidInputError: The data is no tokenizer, or leaves no room for text within `length`.
+            InvalidInputError: The data is no tokenizer, or leaves no room for text within
+                `max_tokens`.
             DefectiveTokenizerError: The tokenizer crashes.
             ConfigurationError: The extra `text` is not installed.
         """
@@ -55,7 +56,7 @@ class BatchTokenizer:
             from tokenizers import Tokenizer
         with _translate_errors(error_name, "load the tokenizer", _SAVE):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
-            self._tokenizer.enable_truncation(length)
+            self._tokenizer.enable_truncation(max_tokens)
             padding = self._tokenizer.padding or {}
             self._tokenizer.enable_padding(
                 pad_id=padding.get("pad_id", self._first_id("[PAD]", "<pad>")),
@@ -63,10 +64,10 @@ class BatchTokenizer:
                 pad_token=padding.get("pad_token", "[PAD]"),
             )
             own_tokens = self._tokenizer.num_special_tokens_to_add(False)
-        if own_tokens >= length:
+        if own_tokens >= max_tokens:
             raise InvalidInputError(
                 f"{error_name}: this tokenizer adds {own_tokens} tokens of its own to each text, "
-                f"and texts are truncated to {length} tokens (max_length), so no token is left "
+                f"and texts are truncated to {max_tokens} tokens (max_length), so no token is left "
                 "for the text; declare a larger max_length"
             )
         self._what = error_name
@@ -129,16 +130,16 @@ class BagTokenizer:
             self._tokenizer.no_padding()
         self._what = error_name
 
-    def truncate_at(self, length: int | None) -> None:
+    def truncate_at(self, max_tokens: int | None) -> None:
         """Truncate texts after other tokens than the file says.
 
         Args:
-            length: Tokens of a text, at least 1; None: no limit.
+            max_tokens: Tokens of a text, at least 1; None: no limit.
         """
-        if length is None:
+        if max_tokens is None:
             self._tokenizer.no_truncation()
         else:
-            self._tokenizer.enable_truncation(length)
+            self._tokenizer.enable_truncation(max_tokens)
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token, with added ones."""

@@ -211,7 +211,7 @@ def test_a_killed_flip_continues_or_goes_back(store: Milvus) -> None:
     assert led_to(store) == "docs_new"
     source = live(store)
     assert (source.facts().dim, source.flip_state(MAP.digest)) == (24, "old")
-    assert source.read_migration_mark("docs_new") == MAP.digest
+    assert source.read_migration_digest("docs_new") == MAP.digest
     assert source.drop_new_vectors("docs_new")
     assert led_to(store) == "docs" and store.client.list_collections() == ["docs"]
     kill_in_flip()

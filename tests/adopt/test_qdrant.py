@@ -452,7 +452,7 @@ def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None
     reversible(store).record_model("the new model")
     assert store.open().facts().model == "the new model"
     assert not store.open().drop_new_vectors("vector")
-    assert reversible(store).flip_mark() is None
+    assert reversible(store).flip_digest() is None
 
 
 def test_a_vector_without_a_name_is_refused_before_anything_is_embedded(

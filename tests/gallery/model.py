@@ -110,7 +110,7 @@ class GalleryModel(RuleBasedStateMachine):
         linear = Linear(seed=release)
         asked = iter(range(1000))
         run_upgrade(
-            self.store, linear, spec(release), source=spec(begun).space, items_per_chunk=3,
+            self.store, linear, spec(release), source_space=spec(begun).space, items_per_chunk=3,
             should_stop=lambda: next(asked) >= chunks,
         )  # fmt: skip
         todo = sorted(

@@ -82,7 +82,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Up
             second = Linear(seed=3)
             for attempt in range(stops + 1):
                 outcome = run_upgrade(
-                    store, second, spec(3), source=TWO, items_per_chunk=8, order=order,
+                    store, second, spec(3), source_space=TWO, items_per_chunk=8, order=order,
                     should_stop=after(1 if attempt < stops else 99),
                     transform_ahead="ahead" in name,
                 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
         run_upgrade(store, Linear(), spec(2))
         worst = [item.label for item in staging.least_certain_items(store, TWO, 10)]
         run_upgrade(
-            store, Linear(seed=3), spec(3), source=TWO, items_per_chunk=10,
+            store, Linear(seed=3), spec(3), source_space=TWO, items_per_chunk=10,
             order="uncertainty", should_stop=after(1),
         )  # fmt: skip
         assert sorted(rows(store, spec(3).space)) == sorted(worst)
@@ -291,7 +291,7 @@ def test_the_original_can_be_the_source_of_a_later_upgrade(tmp_path: Path) -> No
         run_upgrade(store, Linear(), spec(2))
         staging.flip(store, TWO)
         direct = Linear(seed=5)
-        run_upgrade(store, direct, spec(3), source=ONE)
+        run_upgrade(store, direct, spec(3), source_space=ONE)
         original = np.frombuffer(rows(store, ONE)[1][0], np.float32)
         got = np.frombuffer(rows(store, spec(3).space)[1][0], np.float32)
         np.testing.assert_allclose(got, original @ direct.embedding, rtol=1e-4, atol=1e-5)

@@ -144,7 +144,7 @@ def test_a_line_undoes_what_carrying_did_to_distances() -> None:
 def test_class_shares_stop_where_classes_end() -> None:
     labels = np.repeat(np.arange(100), np.arange(1, 101))
     order = class_order(labels, seed=0)
-    shares = class_shares(labels, order, step=0.02)
+    shares = class_shares(labels, order, class_share_step=0.02)
     assert len(shares) == 51 and shares[0] == 0 and shares[-1] == 1
     for share in shares[1:-1]:
         done = round(share * len(order))

@@ -38,7 +38,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     for trial in range(200):
         values = rng.exponential(size=100)
         result = paired_bootstrap(
-            [values], [np.zeros(100)], resample_count=400, seed=trial, level=0.9
+            [values], [np.zeros(100)], resample_count=400, seed=trial, confidence_level=0.9
         )
         covered += result.low <= 1 <= result.high
     assert 160 <= covered <= 196
@@ -146,8 +146,8 @@ def test_unanswerable_queries_are_left_out_and_must_pair() -> None:
         paired_bootstrap([np.zeros(3)], [np.zeros(4)])
     with pytest.raises(ValueError, match="as many runs"):
         paired_bootstrap([np.zeros(3)], [])
-    with pytest.raises(ValueError, match="0 < level < 1"):
-        paired_bootstrap([a], [b], level=1)
+    with pytest.raises(ValueError, match="confidence_level between 0 and 1"):
+        paired_bootstrap([a], [b], confidence_level=1)
 
 
 @pytest.mark.slow

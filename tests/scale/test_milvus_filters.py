@@ -51,8 +51,8 @@ class Counted(candidates.Candidates):
 
     answered = 0
 
-    def rows(self, *given: Any) -> list[Any] | None:
-        found = super().rows(*given)
+    def find_candidates(self, *given: Any) -> list[Any] | None:
+        found = super().find_candidates(*given)
         self.answered += found is not None
         return found
 

@@ -29,7 +29,9 @@ class Told:
         hit = RankedHit(StoredItem(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
         found = SearchResult([hit], 2 if new else 1, "space", next(self._requests))
         caller = Caller(key, self.token)
-        self.slow = self.comparison.count_answer(by or self.now, found, seconds, caller, new=new)
+        self.slow = self.comparison.count_answer(
+            by or self.now, found, seconds, caller, is_new_pair=new
+        )
         return found.request_id
 
     def sessions(self) -> tuple[int, int]:
@@ -78,7 +80,9 @@ def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
 
 def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
     """The evidence of errors and of latency after a query that came too late."""
-    if told.comparison.count_timeout(CANARY, given, took, Caller(next(OTHERS)), single=single):
+    if told.comparison.count_timeout(
+        CANARY, given, took, Caller(next(OTHERS)), is_single_query=single
+    ):
         told.comparison.count_rerun(CANARY, took, given)
     evidence = told.comparison.report().evidence_by_bound
     return evidence["errors"], evidence["latency"]

@@ -111,7 +111,7 @@ def life(
         key = int(rng.integers(200 + 200 * (step > 700)))
         new = is_in_share(share_digest(7, f"session {key}"), share)
         name = str(next(request))
-        sessions.count_answer(key, name, ["item"], new=new)
+        sessions.count_answer(key, name, ["item"], is_new_pair=new)
         if rng.random() < chances[new] * often[key]:
             sessions.record_feedback(name, "item", kind)
             if sessions.evidence[kind].value >= 1 / ALPHA:
@@ -138,7 +138,9 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
     sessions = CanarySessions()
     tracemalloc.start()
     for n in range(1000):
-        sessions.count_answer(n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], new=False)
+        sessions.count_answer(
+            n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], is_new_pair=False
+        )
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 1000 * 100 * 30
@@ -148,7 +150,7 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
 
 def test_feedback_is_about_an_answer_that_was_given() -> None:
     sessions = CanarySessions()
-    sessions.count_answer(1, "a", ["x", "y"], new=True)
+    sessions.count_answer(1, "a", ["x", "y"], is_new_pair=True)
     assert sessions.record_feedback("a", "x", "approved")
     # Again, and about the other item: one session says one thing once.
     assert sessions.record_feedback("a", "y", "approved")

@@ -100,7 +100,7 @@ Engine = SqliteEngine | PostgresqlEngine
 def empty(postgres: "Server") -> Iterator[PostgresqlGallery]:
     """A gallery of one space, alone in its database."""
     with postgres.database() as url:
-        database = Database(url, most=4)
+        database = Database(url, most_connections=4)
         database.open(schema.prepare)
         yield PostgresqlGalleries(database).create("g", [spec()], {})
         database.close()

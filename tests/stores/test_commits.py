@@ -63,7 +63,7 @@ def test_a_thread_that_writes_leaves_one_mark(postgres: Server) -> None:
     """However often; another thread, another one; one that fails or
     writes nothing leaves the mark before."""
     with postgres.database() as url:
-        database = Database(url, most=2)
+        database = Database(url, most_connections=2)
         database.open(schema.prepare)
         database.write(lambda c: execute(c, "CREATE TABLE kept (number int CHECK (number < 9))"))
 

@@ -46,7 +46,9 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     run_upgrade(store, Linear(), spec(2))
     new = [NewVectors(space, vectors(30, 5)) for space in (ONE, TWO)]
     store.put([f"both-{n}" for n in range(30)], new, digests=[f"d{n}" for n in range(30)])
-    assert export(store, tmp_path / "all", side=True, window=16) == ExportReport(80, {1: 80, 2: 80})
+    assert export(store, tmp_path / "all", with_side=True, rows_per_window=16) == ExportReport(
+        80, {1: 80, 2: 80}
+    )
     table = pq.read_table(tmp_path / "all" / "release-2.parquet")
     assert table.schema.metadata[b"nobackfill.space"] == TWO.encode()
     assert table["origin"].to_pylist() == ["upgraded"] * 50 + ["native"] * 30
@@ -58,7 +60,7 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     assert sides["id"].to_pylist() == ids(50)
     np.testing.assert_array_equal(np.array(sides["side"].to_pylist()), vectors(50, 2, SIDE_DIM))
     # What an upgrade carried would teach its own map once more.
-    assert export(store, tmp_path / "pairs", native=True).vector_counts == {1: 80, 2: 30}
+    assert export(store, tmp_path / "pairs", native_only=True).vector_counts == {1: 80, 2: 30}
     pairs = match_by_id(
         *(open_source(str(tmp_path / "pairs" / f"release-{n}.parquet")) for n in (1, 2))
     )

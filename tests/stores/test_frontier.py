@@ -23,7 +23,7 @@ ONE, TWO = spec(1).space, spec(2).space
 @pytest.fixture(scope="module")
 def database(postgres: Server) -> Iterator[Database]:
     with postgres.database() as url:
-        made = Database(url, most=6)
+        made = Database(url, most_connections=6)
         made.open(schema.prepare)
         yield made
         made.close()

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) -> None:
     with postgres.database() as url:
-        database = Database(url, most=2)
+        database = Database(url, most_connections=2)
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})
         labels = gallery.put(ids(5), [NewVectors(spec().space, vectors(5, 1))]).labels.tolist()
@@ -46,7 +46,7 @@ def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) ->
 
 def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
     with postgres.database() as url:
-        database = Database(url, most=2)
+        database = Database(url, most_connections=2)
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})
         labels = gallery.put(ids(5), [NewVectors(spec().space, vectors(5, 1))]).labels.tolist()
@@ -74,7 +74,7 @@ def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
     with postgres.database() as url, ExitStack() as closing:
 
         def gateway() -> tuple[GatewayDatabaseLock, DatabaseLedger]:
-            database = Database(url, most=2)
+            database = Database(url, most_connections=2)
             closing.callback(database.close)
             database.open(schema.prepare)
             tenure = GatewayDatabaseLock(database, exclusive=False)
@@ -82,7 +82,7 @@ def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
             store = PostgresqlGalleries(database).open("g")
             return tenure, DatabaseLedger(store, spec().space)
 
-        database = Database(url, most=2)
+        database = Database(url, most_connections=2)
         closing.callback(database.close)
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})

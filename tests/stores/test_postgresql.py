@@ -36,7 +36,7 @@ ONE = spec().space
 @pytest.fixture
 def database(postgres: Server) -> Iterator[Database]:
     with postgres.database() as url:
-        made = Database(url, most=4, wait_s=1.0)
+        made = Database(url, most_connections=4, wait_s=1.0)
         made.open(schema.prepare)
         yield made
         made.close()

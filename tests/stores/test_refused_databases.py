@@ -13,7 +13,7 @@ from tests.support.postgres import Server
 
 
 def opened(url: str) -> None:
-    database = Database(url, most=2, wait_s=5.0)
+    database = Database(url, most_connections=2, wait_s=5.0)
     database.open(schema.prepare)
     try:
         database.read(lambda connection: execute(connection, "SELECT '[1,2]'::vector"))
@@ -59,7 +59,7 @@ def test_an_extension_that_is_not_installed_is_named(postgres: Server) -> None:
         execute(connection, "CREATE EXTENSION not_there")
 
     with postgres.database() as url:
-        database = Database(url, most=2)
+        database = Database(url, most_connections=2)
         with pytest.raises(ConfigurationError, match="not_there"):
             database.open(prepare)
 

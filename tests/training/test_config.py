@@ -155,7 +155,7 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: 0.1\nlr: 0.5", "the key 'lr' is there twice"),
+        ("lr: 0.1\nlr: 0.5", "the key 'lr' occurs twice"),
         ("run_dir: 2024-13-45", "is not YAML"),
         ("kind: [embedder]", r"got \['embedder'\]"),
         ("seed: 0b_", "is not YAML"),

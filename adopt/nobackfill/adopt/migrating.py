@@ -294,7 +294,7 @@ class Migration:
                 vector_column=source.vector,
                 new_column=f"{name}_new",
                 state="deciding",
-                earlier_flip_digest=source.flip_mark() or "",
+                earlier_flip_digest=source.flip_digest() or "",
             )
             if len((plan.new_column + _MAPPED).encode()) > LONGEST_NAME_BYTES:
                 raise InvalidInputError(
@@ -487,7 +487,7 @@ class Migration:
 
         Its map would read vectors of another model.
         """
-        mark = source.flip_mark() or ""
+        mark = source.flip_digest() or ""
         # An earlier version recorded no digest. Only a run that was killed wrote
         # `plan.computer_digest`.
         own_flip = plan.state == "writing" and mark == plan.computer_digest
@@ -794,7 +794,7 @@ class Migration:
         removed = [
             source.drop_new_vectors(one)
             for one in columns
-            if source.read_migration_mark(one) in ours
+            if source.read_migration_digest(one) in ours
         ]
         return any(removed)
 

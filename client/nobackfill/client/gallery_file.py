@@ -127,17 +127,17 @@ def is_gateway_address(address: str) -> bool:
     return address.startswith(("grpc://", "grpcs://"))
 
 
-def sidecar_path(gallery: Path, suffix: str) -> Path:
+def sidecar_path(gallery_file: Path, suffix: str) -> Path:
     """Return the path of a file that belongs to a gallery; nothing is created or checked.
 
     Args:
-        gallery: the gallery file.
+        gallery_file: the gallery file.
         suffix: the text after its name and a dot, such as "models".
 
     Returns:
-        The path, in the gallery's folder. It is relative if `gallery` is.
+        The path, in the gallery's folder. It is relative if `gallery_file` is.
     """
-    return gallery.with_name(f"{gallery.name}.{suffix}")
+    return gallery_file.with_name(f"{gallery_file.name}.{suffix}")
 
 
 class GalleryFile:
@@ -391,16 +391,16 @@ RESERVE_BYTES = 2 << 20
 _PLENTY = 4 * RESERVE_BYTES
 
 
-def create_reserve(gallery: Path) -> None:
+def create_reserve(gallery_file: Path) -> None:
     """Create the reserve file of a gallery, RESERVE_BYTES long.
 
     Does nothing if the disk has less than four times as much room, or if the file cannot be
     written: a later command tries again. An existing reserve is completed to that length. A part of
     the file may stay if the disk is full.
     """
-    path = sidecar_path(gallery, "reserve")
+    path = sidecar_path(gallery_file, "reserve")
     with contextlib.suppress(OSError):
-        if has_free_bytes(gallery.parent, _PLENTY):
+        if has_free_bytes(gallery_file.parent, _PLENTY):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(handle, 0, RESERVE_BYTES)
@@ -408,12 +408,12 @@ def create_reserve(gallery: Path) -> None:
                 os.close(handle)
 
 
-def free_reserve(gallery: Path) -> None:
+def free_reserve(gallery_file: Path) -> None:
     """Delete the reserve file of a gallery if the disk has less room than RESERVE_BYTES.
 
     Does nothing if there is no such file, or if it cannot be deleted. The next `create_reserve`
     creates it again.
     """
     with contextlib.suppress(OSError):
-        if not has_free_bytes(gallery.parent, RESERVE_BYTES):
-            sidecar_path(gallery, "reserve").unlink(missing_ok=True)
+        if not has_free_bytes(gallery_file.parent, RESERVE_BYTES):
+            sidecar_path(gallery_file, "reserve").unlink(missing_ok=True)

@@ -43,18 +43,18 @@ class ImageScan:
     system_files: list[str] = field(default_factory=list)
 
 
-def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan:
+def find_images(paths: Sequence[Path], gallery_file: Path | None = None) -> ImageScan:
     """Find the given files, and the files with an image suffix below the given folders.
 
     Links to folders are not followed, unless they are given. Contents are not read. Hidden files
-    and folders, those of a system, thumbnails of galleries and files of `gallery` are skipped. A
-    folder below a given one that cannot be read is listed in `files`, so that reading it gives the
-    reason. A file in the gallery's folder counts as its own if its name begins with the gallery's
-    name. Given files are never skipped.
+    and folders, those of a system, thumbnails of galleries and files of `gallery_file` are skipped.
+    A folder below a given one that cannot be read is listed in `files`, so that reading it gives
+    the reason. A file in the gallery's folder counts as its own if its name begins with the
+    gallery's name. Given files are never skipped.
 
     Args:
         paths: files and folders; a given file may have any suffix; none: no files.
-        gallery: skip the files of this gallery; None: no such gallery.
+        gallery_file: skip the files of this gallery; None: no such gallery.
 
     Returns:
         The files in the order of `paths`, each folder's sorted by name before its subfolders. Files
@@ -68,7 +68,7 @@ def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan
     files: dict[Path, None] = {}
     for path in paths:
         # Links stay unresolved: a person knows a linked folder by the link's name.
-        for file in _files(path, scan, gallery):
+        for file in _files(path, scan, gallery_file):
             files[Path(os.path.abspath(file))] = None  # noqa: PTH100
             if len(files) > MOST_FILES:
                 raise InvalidInputError(

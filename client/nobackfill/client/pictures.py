@@ -35,8 +35,8 @@ _ENDS = (b"\xff\xd8", b"\xff\xd9")
 class Thumbnails:
     """The cached thumbnails of one gallery file; threads may share it."""
 
-    def __init__(self, gallery: Path) -> None:
-        self._folder = sidecar_path(gallery, "thumbs")
+    def __init__(self, gallery_file: Path) -> None:
+        self._folder = sidecar_path(gallery_file, "thumbs")
         # Decoding a large picture takes 100 MB.
         self._decoding = threading.BoundedSemaphore(count_cores())
 

@@ -257,7 +257,9 @@ def embedding_files(manifest: Manifest) -> list[PublishedFile]:
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
-def plan_sync(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
+def plan_sync(
+    device: GalleryFile, trust: Trust, target_release: int, *, int8: bool
+) -> SyncPlan | None:
     """Plan how the gallery reaches a release from its active space; changes nothing in the gallery.
 
     Original vectors, where the gallery stores them, come first if their direct route is expected to
@@ -266,16 +268,16 @@ def plan_sync(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
     Args:
         device: the gallery.
         trust: the verified publication; manifests that it lacks are downloaded.
-        target: the number of the release to reach.
+        target_release: the number of the release to reach.
         int8: use quantised upgrades where they are published.
 
     Returns:
-        The plan; its last leg starts from the active space. None if no route leads to `target`,
-        also where `target` is older than the active release.
+        The plan; its last leg starts from the active space. None if no route leads to
+        `target_release`, also where `target_release` is older than the active release.
 
     Raises:
-        NotFoundError: `target` is withdrawn, unfit, shares its space with an older release, or is
-            not published; or the publication was never fetched; or the gallery was closed.
+        NotFoundError: `target_release` is withdrawn, unfit, shares its space with an older release,
+            or is not published; or the publication was never fetched; or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged, or the source sends another
             file than was signed.
         UnavailableError: the source does not answer.
@@ -287,15 +289,17 @@ def plan_sync(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
     active = device.store.active()
     if active.spec.release not in manifests:
         manifests[active.spec.release] = device.manifest(active.spec.release)
-    main = _leg(device, manifests, active, target)
+    main = _leg(device, manifests, active, target_release)
     if main is None:
         return None
-    originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
+    originals = (
+        [] if not device.state("keep_original") else _originals(device, manifests, target_release)
+    )
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
     from_originals = sum(leg.item_count for leg in legs)
     legs.append(SyncLeg(active, main.route, max(0, main.item_count - from_originals)))
     return SyncPlan(
-        manifests[target], tuple(legs), int8 and any(leg.route.has_int8 for leg in legs)
+        manifests[target_release], tuple(legs), int8 and any(leg.route.has_int8 for leg in legs)
     )
 
 
@@ -563,7 +567,7 @@ def remove_unused_models(device: GalleryFile) -> int:
     return freed
 
 
-def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
+def re_embed(device: GalleryFile, manifest: Manifest, max_images: int, output: Output) -> int:
     """Re-embed the items that need it most, from their images, in a release's space.
 
     Items without a vector in that space come first, then migrated ones by falling uncertainty. An
@@ -573,7 +577,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
     Args:
         device: the gallery.
         manifest: the release of the space.
-        budget: the most items to take, those without an image included; 0 or less does nothing.
+        max_images: the most items to take, those without an image included; 0 or less does nothing.
         output: where to write progress, and a note if no item can be taken.
 
     Returns:
@@ -587,11 +591,11 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
-    if budget <= 0:
+    if max_images <= 0:
         return 0
     space = manifest.space
-    items = staging.items_without_vector(device.store, space, limit=budget)
-    items += staging.least_certain_items(device.store, space, limit=budget - len(items))
+    items = staging.items_without_vector(device.store, space, limit=max_images)
+    items += staging.least_certain_items(device.store, space, limit=max_images - len(items))
     if not items:
         output.print_note(
             f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
@@ -716,7 +720,7 @@ class MigrationOutcome:
 
 
 def migrate(
-    device: GalleryFile, plan: SyncPlan, budget: int, state: dict[str, Any], output: Output
+    device: GalleryFile, plan: SyncPlan, max_images: int, state: dict[str, Any], output: Output
 ) -> MigrationOutcome:
     """Fill the target's space along a plan, re-embed some items, and flip to that space.
 
@@ -730,7 +734,7 @@ def migrate(
     Args:
         device: the gallery.
         plan: the plan; its files must be downloaded.
-        budget: the most items to re-embed from their images, as `re_embed`; 0: none.
+        max_images: the most items to re-embed from their images, as `re_embed`; 0: none.
         state: values for the gallery's state, written in the transaction of the flip.
         output: where to write progress and notes.
 
@@ -738,7 +742,7 @@ def migrate(
         UnusableOutputError: an upgrade returns no usable vector for an item of this gallery. The
             target's space is dropped.
         UnfitError: a model of the release fails. The target's space is dropped.
-        NoEncoderError: `budget` is not 0, and the target embeds no images.
+        NoEncoderError: `max_images` is not 0, and the target embeds no images.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
@@ -759,7 +763,7 @@ def migrate(
             # The release is held back, so its vectors of the other items are useless.
             staging.drop_space(device.store, target.space)
             raise
-        re_embedded += re_embed(device, plan.target, budget - re_embedded, output)
+        re_embedded += re_embed(device, plan.target, max_images - re_embedded, output)
         stuck_items = staging.count_items_without_vector(device.store, target.space)
         if 0 < stuck_items <= stuck:
             return MigrationOutcome(re_embedded, stuck_items)
@@ -784,7 +788,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
                     device.store,
                     runner,
                     target,
-                    source=leg.source.spec.space,
+                    source_space=leg.source.spec.space,
                     origin="upgraded" if leg.route.steps else "direct",
                     transform_ahead=True,
                     on_progress=lambda progress: advance(

@@ -223,18 +223,20 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
 
-    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+    def iterate_snapshot(
+        self, spaces: Sequence[str], items_per_window: int
+    ) -> Iterator[StoredWindow]:
         """Yield every item by increasing label, with its vectors in some spaces, from one snapshot.
 
         The snapshot is held until the iterator ends or is closed.
 
         Args:
             spaces: Ids of the spaces.
-            size: Items of a window, at least 1.
+            items_per_window: Items of a window, at least 1.
 
         Yields:
-            Windows of at most `size` items; none for an empty gallery. `vectors` has the order of
-            `spaces`.
+            Windows of at most `items_per_window` items; none for an empty gallery. `vectors` has
+            the order of `spaces`.
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
@@ -368,12 +370,14 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
 
-    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(
+        self, space: str, other_space: str, count: int
+    ) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
         Args:
             space: Id of the first space.
-            other: Id of the second space.
+            other_space: Id of the second space.
             count: Largest number of items, at least 1.
 
         Returns:

@@ -66,9 +66,9 @@ _SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
 _SPACE_KINDS_WITHOUT_SIDE = (str, int, int, str, int, type(None), int, str, int, int)
 
 
-def vector_table_name(number: int) -> str:
+def vector_table_name(table_number: int) -> str:
     """Return the name of the table of a space's vectors, by the space's number."""
-    return f"vectors_{number:d}"
+    return f"vectors_{table_number:d}"
 
 
 def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> None:
@@ -221,9 +221,9 @@ def read_all_labels(connection: sqlite3.Connection, table: str) -> Labels:
         last = parts[-1][-1]
 
 
-def read_joined_embeddings(
+def read_concatenated_embeddings(
     connection: sqlite3.Connection, table: str, condition: str, parameters: tuple[int | str, ...],
-    count: int, size: int,
+    count: int, embedding_bytes: int,
 ) -> bytes | None:  # fmt: skip
     """Return the embeddings of rows by label, as one blob; takes half the time of single rows.
 
@@ -233,26 +233,28 @@ def read_joined_embeddings(
         condition: A condition of `labels_sql_condition`.
         parameters: Its parameters.
         count: Number of the rows that must pass it.
-        size: Bytes of each embedding.
+        embedding_bytes: Bytes of each embedding.
 
     Returns:
-        `count` times `size` bytes, by increasing label. None if other rows pass, a row has another
-        size or is no blob, `count` is 0, or more than 256 MiB are asked for: read the rows one by
-        one.
+        `count` times `embedding_bytes` bytes, by increasing label. None if other rows pass, a row
+        has another size or is no blob, `count` is 0, or more than 256 MiB are asked for: read the
+        rows one by one.
 
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    if count * size > _MOST_JOINED_BYTES:
+    if count * embedding_bytes > _MOST_JOINED_BYTES:
         return None
     number, valid, joined = connection.execute(
-        f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = {size:d}),"
-        f" CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding FROM {table}"
-        f" WHERE {condition} ORDER BY label)",
+        f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = "
+        f"{embedding_bytes:d}), CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding "
+        f"FROM {table} WHERE {condition} ORDER BY label)",
         parameters,
     ).fetchone()
     # The length reveals an SQLite that ends a text at its first zero byte.
-    right = number == valid == count and joined is not None and len(joined) == count * size
+    right = (
+        number == valid == count and joined is not None and len(joined) == count * embedding_bytes
+    )
     return joined if right else None
 
 
@@ -816,7 +818,7 @@ class VectorsOnDisk:
     def _some(self, requested: Labels) -> Vectors:
         condition, parameters = labels_sql_condition(requested)
         if (requested[1:] > requested[:-1]).all():
-            joined = read_joined_embeddings(
+            joined = read_concatenated_embeddings(
                 self._connection, self._table, condition, parameters, len(requested),
                 4 * self._info.spec.dim,
             )  # fmt: skip
@@ -1157,15 +1159,15 @@ def explain_unwritable(path: Path) -> str | None:
     return None
 
 
-def has_free_bytes(folder: Path, least: int = LEAST_FREE_BYTES) -> bool:
-    """Tell whether the file system of a folder has at least `least` bytes free for this user.
+def has_free_bytes(folder: Path, least_bytes: int = LEAST_FREE_BYTES) -> bool:
+    """Tell whether the file system of a folder has at least `least_bytes` bytes free for this user.
 
     Blocks that are reserved for root count only for root.
 
     Raises:
         OSError: The folder is missing.
     """
-    return free_bytes(folder) >= least
+    return free_bytes(folder) >= least_bytes
 
 
 def free_bytes(folder: Path) -> int:
@@ -1194,14 +1196,14 @@ def lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def open_lock(path: Path, gallery: Path) -> int:
+def open_lock(path: Path, gallery_file: Path) -> int:
     """Open the lock file of a gallery, and create it if this user may write the gallery.
 
     A lock file of another user would block the gallery's owner. Nothing is locked.
 
     Args:
         path: The lock file; a new one has mode 0600.
-        gallery: The gallery's file.
+        gallery_file: The gallery's file.
 
     Returns:
         A file descriptor, which the caller closes; -1 if there is no lock file and none can be
@@ -1210,7 +1212,9 @@ def open_lock(path: Path, gallery: Path) -> int:
     Raises:
         OSError: This user may not search the folder.
     """
-    ways = [os.O_RDONLY] if explain_unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
+    ways = (
+        [os.O_RDONLY] if explain_unwritable(gallery_file) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
+    )
     for flags in ways:
         with contextlib.suppress(OSError):
             return os.open(path, flags | os.O_CLOEXEC, 0o600)

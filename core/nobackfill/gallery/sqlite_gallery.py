@@ -153,8 +153,11 @@ class SqliteGallery(Store):
         with self.read_snapshot() as connection:
             return stored_vectors(connection, labels, find_space(connection, space))
 
-    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
-        """Yield every item by increasing label in windows of `size`, with its vectors in `spaces`.
+    def iterate_snapshot(
+        self, spaces: Sequence[str], items_per_window: int
+    ) -> Iterator[StoredWindow]:
+        """Yield every item by increasing label in windows of `items_per_window`, with its vectors
+        in `spaces`.
 
         All windows are of one snapshot, which is held until the iterator ends or is closed.
         Use it on one thread, and do not write there meanwhile: a file with only one connection
@@ -162,7 +165,7 @@ class SqliteGallery(Store):
 
         Args:
             spaces: Ids of the spaces; may be empty.
-            size: Largest number of items of a window, at least 1.
+            items_per_window: Largest number of items of a window, at least 1.
 
         Yields:
             Windows, none for an empty gallery; `vectors` has the order of `spaces`.
@@ -175,7 +178,7 @@ class SqliteGallery(Store):
         with self.read_snapshot() as connection:
             infos = [find_space(connection, space) for space in spaces]
             last = 0
-            while items := items_page(connection, last, size):
+            while items := items_page(connection, last, items_per_window):
                 last = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 yield StoredWindow(
@@ -398,12 +401,14 @@ class SqliteGallery(Store):
 
         return staging.find_migrated(self, space, ids)
 
-    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(
+        self, space: str, other_space: str, count: int
+    ) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
         Args:
             space: Id of the first space.
-            other: Id of the second space.
+            other_space: Id of the second space.
             count: Largest number of items, at least 1.
 
         Returns:
@@ -417,7 +422,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.sample_pairs(self, space, other, count)
+        return staging.sample_pairs(self, space, other_space, count)
 
     def estimate_upgrade(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
         """Estimate the cost of an upgrade from the active space; change nothing in the gallery.

@@ -109,15 +109,15 @@ class Runner(Protocol):
 class VectorWindows(Protocol):
     """The vectors that a source space has and a target lacks."""
 
-    def chunks(self, order: UpgradeOrder, size: int) -> Iterator[Chunk]:
-        """Yield chunks of at most `size` items until none is left; all or none of a chunk have
-        side-information.
+    def chunks(self, order: UpgradeOrder, items_per_chunk: int) -> Iterator[Chunk]:
+        """Yield chunks of at most `items_per_chunk` items until none is left; all or none of a
+        chunk have side-information.
 
         Items that are stored during the iteration come at the end.
 
         Args:
             order: label or uncertainty.
-            size: Largest number of items of a chunk, at least 1.
+            items_per_chunk: Largest number of items of a chunk, at least 1.
 
         Raises:
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
@@ -267,7 +267,7 @@ def run_upgrade(
     runner: Runner,
     target: SpaceSpec,
     *,
-    source: str | None = None,
+    source_space: str | None = None,
     origin: Origin = "upgraded",
     items_per_chunk: int = CHUNK_ROWS,
     order: UpgradeOrder = "label",
@@ -287,7 +287,7 @@ def run_upgrade(
         store: The gallery.
         runner: The transform.
         target: The space to write.
-        source: Id of the space to read; None or "" for the active one.
+        source_space: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
         items_per_chunk: Items of a transaction, at least 1.
         order: label: as the items were stored. uncertainty: those whose present vector is least
@@ -324,7 +324,7 @@ def run_upgrade(
         )
     store.add_staging_space(target)
     windows = store.windows_of_missing_vectors(
-        source or store.active().spec.space, target, runner.reads_side
+        source_space or store.active().spec.space, target, runner.reads_side
     )
     started = time.monotonic()
     total = store.count()
@@ -837,14 +837,14 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
 
 
 def sample_pairs(
-    store: Store, space: str, other: str, count: int
+    store: Store, space: str, other_space: str, count: int
 ) -> tuple[Labels, Vectors, Vectors]:
     """Draw about `count` items that have a vector in both spaces, at random.
 
     Args:
         store: The gallery.
         space: Id of the first space.
-        other: Id of the second space.
+        other_space: Id of the second space.
         count: Largest number of items, at least 1; ValueError for a negative one.
 
     Returns:
@@ -861,7 +861,7 @@ def sample_pairs(
         NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
-        first, second = find_space(connection, space), find_space(connection, other)
+        first, second = find_space(connection, space), find_space(connection, other_space)
         labels = draw_random_labels(connection, second, count)
         labels = live_labels(connection, vector_table_name(first.table_number), labels)
         pairs = [read_vectors(connection, labels, info) for info in (first, second)]
@@ -896,10 +896,10 @@ class RemainingVectors:
         self._passes = plan_side_passes(self.source.spec, target, needs_side=needs_side)
 
     def chunks(
-        self, order: UpgradeOrder, size: int
+        self, order: UpgradeOrder, items_per_chunk: int
     ) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """Yield labels int64 [n], embeddings float32 [n, dim] and side-information float32 [n,
-        side_dim] or None, in chunks of at most `size` items, until none is left.
+        side_dim] or None, in chunks of at most `items_per_chunk` items, until none is left.
 
         All or none of a chunk have side-information. Items that are stored during the iteration
         have larger labels and come at the end. A space that is added after the constructor ran is
@@ -909,7 +909,7 @@ class RemainingVectors:
 
         Args:
             order: label or uncertainty.
-            size: Largest number of items of a chunk, at least 1.
+            items_per_chunk: Largest number of items of a chunk, at least 1.
 
         Raises:
             KeyError: Another order.
@@ -928,8 +928,8 @@ class RemainingVectors:
                 if len(todo):
                     more = True
                     last[with_side] = int(todo.max())
-                for start in range(0, len(todo), size):
-                    chunk = self.read(todo[start : start + size], bool(with_side))
+                for start in range(0, len(todo), items_per_chunk):
+                    chunk = self.read(todo[start : start + items_per_chunk], bool(with_side))
                     if len(chunk[0]):
                         yield chunk
 

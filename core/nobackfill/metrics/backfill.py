@@ -174,19 +174,21 @@ def gain_order(served_vectors: Floats, uncertainty: Floats, metric: Metric = "l2
     return uncertainty_order((occurrences + 0.1) * np.asarray(uncertainty, np.float64) ** 0.25)
 
 
-def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[np.float64]:
-    """Return the shares of items that are re-embedded after each `step` of the classes.
+def class_shares(
+    labels: ArrayLike, order: Ints, class_share_step: float = 0.02
+) -> NDArray[np.float64]:
+    """Return the shares of items that are re-embedded after each `class_share_step` of the classes.
 
     Args:
         labels: int [n], of at least one item; without any, the result is NaN.
         order: The order of the items, int64 [n], from `class_order`; an order that mixes classes
             gives wrong shares.
-        step: Share of the classes between two points, above 0 and at most 1. The last share is 1 if
-            1 / step is a whole number.
+        class_share_step: Share of the classes between two points, above 0 and at most 1. The last
+            share is 1 if 1 / class_share_step is a whole number.
 
     Returns:
-        [s], ascending from 0; the last is 1, with the exception that `step` names. Steps that end
-        in the same class are one point.
+        [s], ascending from 0; the last is 1, with the exception that `class_share_step` names.
+        Steps that end in the same class are one point.
 
     Raises:
         ZeroDivisionError: The step is 0.
@@ -196,7 +198,7 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
     _, firsts = np.unique(labels[order], return_index=True)
     # Where each class ends in the order, with 0 before the first.
     ends = np.append(np.sort(firsts), len(order))
-    steps = np.arange(0, 1 + step / 2, step)
+    steps = np.arange(0, 1 + class_share_step / 2, class_share_step)
     class_counts = np.unique(np.round(steps * (len(ends) - 1)).astype(int))
     shares: NDArray[np.float64] = ends[class_counts] / len(order)
     return shares

@@ -83,7 +83,7 @@ def paired_bootstrap(
     b: Sequence[NDArray[np.float64]],
     *,
     classes: Sequence[NDArray[Any]] | None = None,
-    level: float = 0.95,
+    confidence_level: float = 0.95,
     resample_count: int = 2000,
     seed: int = 0,
 ) -> Difference:
@@ -104,7 +104,7 @@ def paired_bootstrap(
         classes: The class of each query, one array [q] a run; None if unknown. Equal labels are one
             class in every run. With fewer than FEWEST_DECIDING_CLASSES the bounds are drawn over
             queries and hold for these classes alone.
-        level: The share of intervals that cover the truth, between 0 and 1.
+        confidence_level: The share of intervals that cover the truth, between 0 and 1.
         resample_count: Number of resamples, at least 1.
         seed: Seed of the random numbers, at least 0; a seed gives the same bounds again.
 
@@ -118,13 +118,13 @@ def paired_bootstrap(
             do not match, a run has no answerable query, or a level, number of resamples or seed is
             out of range.
     """
-    if not 0 < level < 1 or resample_count < 1:
+    if not 0 < confidence_level < 1 or resample_count < 1:
         raise ValueError(
-            f"bootstrap: expected 0 < level < 1 and resamples >= 1, got level {level} and "
-            f"{resample_count} resamples; correct these arguments"
+            f"bootstrap: expected confidence_level between 0 and 1 and resample_count of at least "
+            f"1, got {confidence_level} and {resample_count}; correct these arguments"
         )
     queries = _queries(a, b)
-    units, class_count, tail = queries, None, (1 - level) / 2
+    units, class_count, tail = queries, None, (1 - confidence_level) / 2
     if classes is not None:
         by_class = _by_class(queries, a, classes)
         class_count = min(len(run.names) for run in by_class)
@@ -182,7 +182,7 @@ def _by_class(
         raise ValueError(
             "bootstrap: expected a class for each query of each run: arrays of the shapes "
             f"{join_few(run.shape for run in a)}, got "
-            f"{join_few(labels.shape for labels in classes) or 'none'}"
+            f"{join_few(labels.shape for labels in classes) or 'none'}; pass a class for each query"
         )
     units = []
     for run, labels in zip(queries, classes, strict=True):

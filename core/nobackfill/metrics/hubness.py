@@ -26,7 +26,7 @@ def hubness(neighbours: Ints, gallery_size: int) -> float:
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(
             "neighbours: expected positions [q, k] of at least one query, got an array of the "
-            f"shape {neighbours.shape}"
+            f"shape {neighbours.shape}; pass one row of positions for each query"
         )
     counts = np.bincount(neighbours.ravel(), minlength=gallery_size).astype(np.float64)
     if len(counts) > gallery_size:

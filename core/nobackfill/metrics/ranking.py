@@ -188,7 +188,7 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(
             f"neighbours: expected positions of the shape [{len(relevance.relevant)}, k], one row "
-            f"for each query, got {neighbours.shape}"
+            f"for each query, got {neighbours.shape}; pass the answers of the same queries"
         )
     ranks, counts = [], []
     for row, relevant, ignored in zip(

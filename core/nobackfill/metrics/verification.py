@@ -33,13 +33,13 @@ def tar_at_far(genuine_distances: Floats, impostor_distances: Floats, far: float
     return float(np.mean(genuine_distances < threshold_at_error_rate(impostor_distances, far)))
 
 
-def threshold_at_error_rate(wrong_distances: Floats, rate: float) -> float:
+def threshold_at_error_rate(wrong_distances: Floats, error_rate: float) -> float:
     """Return the largest distance with at most a share of wrong pairs below it.
 
     Args:
         wrong_distances: Distances of wrong pairs, [n], in any order; with none, the result is
             infinity. NaN counts as the largest distance, and may be the result.
-        rate: The share, 0 to 1.
+        error_rate: The share, 0 to 1.
 
     Returns:
         Infinity if all may be below it.
@@ -47,13 +47,13 @@ def threshold_at_error_rate(wrong_distances: Floats, rate: float) -> float:
     Raises:
         ValueError: The rate is out of range.
     """
-    if not 0 <= rate <= 1:
+    if not 0 <= error_rate <= 1:
         raise ValueError(
-            f"false accept rate: expected a rate of 0 to 1, got {rate}; pass a fraction, not a "
-            "percentage"
+            f"false accept rate: expected a rate of 0 to 1, got {error_rate}; pass a fraction, not "
+            "a percentage"
         )
     ordered: NDArray[np.floating] = np.sort(wrong_distances)
     # 0.29 * 100 is 28.999999999999996: the product of an exact share must round to the whole
     # number.
-    count = int(np.floor(rate * len(ordered) + 1e-9))
+    count = int(np.floor(error_rate * len(ordered) + 1e-9))
     return float(ordered[count]) if count < len(ordered) else np.inf

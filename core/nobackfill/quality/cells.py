@@ -66,20 +66,22 @@ def parse_cell(text: str) -> CellName:
     return CellName(int(match[1]), tuple(int(part) for part in match[2].split(">")))
 
 
-def upgrade_cells(old: int, new: int, route: tuple[int, ...]) -> dict[str, CellName]:
+def upgrade_cells(
+    old_release: int, new_release: int, route: tuple[int, ...]
+) -> dict[str, CellName]:
     """Return the four cells of an upgrade by name: old/old, new/old, new/served and new/new.
 
     Args:
-        old: The source.
-        new: The target.
+        old_release: The source.
+        new_release: The target.
         route: Releases of the route that the served vectors took; empty: the old vectors as they
             are.
     """
     return {
-        "old/old": native_cell(old),
-        "new/old": CellName(new, (old,)),
-        "new/served": CellName(new, route or (old,)),
-        "new/new": native_cell(new),
+        "old/old": native_cell(old_release),
+        "new/old": CellName(new_release, (old_release,)),
+        "new/served": CellName(new_release, route or (old_release,)),
+        "new/new": native_cell(new_release),
     }
 
 

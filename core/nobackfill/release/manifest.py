@@ -1058,14 +1058,14 @@ class Converter(ManifestPart):
         return self
 
 
-def converter_path(number: int) -> str:
+def converter_path(converter_number: int) -> str:
     """Return the published path of a converter's ONNX file."""
-    return f"converter-{number}.onnx"
+    return f"converter-{converter_number}.onnx"
 
 
-def converter_manifest_path(number: int) -> str:
+def converter_manifest_path(converter_number: int) -> str:
     """Return the published path of a converter's manifest."""
-    return f"converter-{number}.json"
+    return f"converter-{converter_number}.json"
 
 
 def parse_converter_number(path: str) -> int | None:
@@ -1075,12 +1075,12 @@ def parse_converter_number(path: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
-def parse_converter(text: str | bytes, number: int) -> Converter:
+def parse_converter(text: str | bytes, converter_number: int) -> Converter:
     """Parse the manifest of a converter.
 
     Args:
         text: The JSON, in UTF-8.
-        number: The number that it must have, as the file's name says.
+        converter_number: The number that it must have, as the file's name says.
 
     Raises:
         UnfitError: It is no JSON, breaks a rule, has another number, or may need a newer version of
@@ -1090,12 +1090,12 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
         manifest = Converter.model_validate_json(text)
     except ValidationError as error:
         raise UnfitError(
-            f"converter {number}: its manifest cannot be used "
+            f"converter {converter_number}: its manifest cannot be used "
             f"({join_validation_problems(error)}); it may need a newer nobackfill"
         ) from error
-    if manifest.converter != number:
+    if manifest.converter != converter_number:
         raise UnfitError(
-            f"converter {number}: its manifest has the number of another converter, "
+            f"converter {converter_number}: its manifest has the number of another converter, "
             f"{manifest.converter}; its publisher must publish it again"
         )
     return manifest

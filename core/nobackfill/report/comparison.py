@@ -77,23 +77,25 @@ class Comparison:
     measured_seconds: UpgradeSeconds
 
 
-def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route | None:
+def best_route(
+    manifests: Mapping[int, Manifest], old_release: int, new_release: int
+) -> Route | None:
     """Return the best route between two releases for a gallery whose items all have
     side-information.
 
     Args:
         manifests: The releases by number.
-        old: The source.
-        new: The target.
+        old_release: The source.
+        new_release: The target.
 
     Returns:
-        The route; empty if `old` and `new` are the same. None if there is no route.
+        The route; empty if `old_release` and `new_release` are the same. None if there is no route.
 
     Raises:
-        NotFoundError: `new` is not among the manifests.
-        KeyError: `old` is not among the manifests.
+        NotFoundError: `new_release` is not among the manifests.
+        KeyError: `old_release` is not among the manifests.
     """
-    return plan_route(manifests, old, new, manifests[old].side_space)
+    return plan_route(manifests, old_release, new_release, manifests[old_release].side_space)
 
 
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
@@ -120,7 +122,11 @@ def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
 
 
 def compare(
-    folder: Path, manifests: Mapping[int, Manifest], old: int, new: int, pictures: ImageListing
+    folder: Path,
+    manifests: Mapping[int, Manifest],
+    old_release: int,
+    new_release: int,
+    pictures: ImageListing,
 ) -> Comparison:
     """Measure an upgrade on pictures, with int8 files where they are published.
 
@@ -132,8 +138,8 @@ def compare(
     Args:
         folder: The publication folder.
         manifests: The releases by number, with all of the route.
-        old: The old release.
-        new: The new release.
+        old_release: The old release.
+        new_release: The new release.
         pictures: The pictures.
 
     Raises:
@@ -142,16 +148,16 @@ def compare(
         NoEncoderError: A release embeds no images.
         InvalidInputError: A file is no image, or the route reads side-information that the pictures
             lack.
-        NotFoundError: `new`, or an upgrade of the route, is not among the manifests.
-        KeyError: `old` is not among the manifests.
+        NotFoundError: `new_release`, or an upgrade of the route, is not among the manifests.
+        KeyError: `old_release` is not among the manifests.
         ValueError: There are no pictures, or none shares its class with another one.
     """
-    best = best_route(manifests, old, new)
+    best = best_route(manifests, old_release, new_release)
     route = () if best is None else best.releases
-    names = upgrade_cells(old, new, route)
+    names = upgrade_cells(old_release, new_release, route)
     images = PublishedListing(pictures, folder, manifests, threads=1)
     relevance = relevance_among_others(pictures)
-    old_vectors, native = images.native_vectors(old), images.native_vectors(new)
+    old_vectors, native = images.native_vectors(old_release), images.native_vectors(new_release)
     served = images.vectors_along(names["new/served"].gallery_releases, int8=True)
     comparable = {
         "old/old": True,
@@ -169,8 +175,8 @@ def compare(
         cell = names["new/served"]
         curves = backfill_curves(cell, images, images, relevance, ORDERS, int8=True)
     return Comparison(
-        old_manifest=manifests[old],
-        new_manifest=manifests[new],
+        old_manifest=manifests[old_release],
+        new_manifest=manifests[new_release],
         route=route,
         pictures=pictures,
         cells=cells,
@@ -180,7 +186,9 @@ def compare(
         uncertainty=served.uncertainty,
         curves=curves,
         measured_seconds=UpgradeSeconds(
-            len(pictures), images.embedding_seconds.get(route, 0.0), images.embedding_seconds[new,]
+            len(pictures),
+            images.embedding_seconds.get(route, 0.0),
+            images.embedding_seconds[new_release,],
         ),
     )
 

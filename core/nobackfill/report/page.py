@@ -149,7 +149,7 @@ SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
 
 
 def download_sizes(
-    manifests: Mapping[int, Manifest], old: int, release: int, route: tuple[int, ...]
+    manifests: Mapping[int, Manifest], old_release: int, release: int, route: tuple[int, ...]
 ) -> dict[str, int]:
     """Return the bytes that a device downloads to follow a release, by part.
 
@@ -158,17 +158,17 @@ def download_sizes(
 
     Args:
         manifests: The releases by number.
-        old: The release of the device.
+        old_release: The release of the device.
         release: The new release.
-        route: Releases of the route; empty for a direct search. The first is `old`, the last
-            `release`.
+        route: Releases of the route; empty for a direct search. The first is `old_release`, the
+            last `release`.
 
     Returns:
         Bytes by part, without parts of 0 bytes; empty if the device needs nothing.
 
     Raises:
         NotFoundError: An upgrade of the route does not exist.
-        KeyError: `old` or `release` is not among the manifests.
+        KeyError: `old_release` or `release` is not among the manifests.
     """
     new = manifests[release]
     steps = route_along(manifests, route).steps
@@ -180,7 +180,7 @@ def download_sizes(
         "transform": transforms,
         "probes": [manifests[number].probes.file for number in route[1:] or (release,)],
     }
-    present = {file.path for file in manifests[old].files()}
+    present = {file.path for file in manifests[old_release].files()}
     lengths = {
         part: sum(file.length for file in files if file.path not in present)
         for part, files in parts.items()
@@ -313,7 +313,7 @@ class QueryGroup:
 def render_page(
     manifests: Mapping[int, Manifest],
     release: int,
-    old: int | None,
+    old_release: int | None,
     comparison: Comparison | None,
     basis: str | None,
     seed: int,
@@ -326,7 +326,7 @@ def render_page(
     Args:
         manifests: The releases by number.
         release: The release to show.
-        old: The release before; None for a first release.
+        old_release: The release before; None for a first release.
         comparison: Measured figures; None: those of the manifest.
         basis: A sentence about the data of the comparison; None: one about the manifest's evidence.
         seed: The seed of the drawn pictures.
@@ -339,23 +339,26 @@ def render_page(
         NotFoundError: An upgrade of the route does not exist.
         ValueError: The comparison has no query with an answer.
         InvalidInputError: A picture of the comparison cannot be read.
-        KeyError: `release` or `old` is not among the manifests, or the comparison lacks a cell.
+        KeyError: `release` or `old_release` is not among the manifests, or the comparison lacks a
+            cell.
     """
     new = manifests[release]
-    best = None if old is None else best_route(manifests, old, release)
+    best = None if old_release is None else best_route(manifests, old_release, release)
     route = () if best is None else best.releases
     matrix: Matrix = {}
     if comparison is not None:
         matrix = matrix_from_pictures(comparison.cells)
-    elif old is not None:
-        matrix = matrix_from_manifest(manifests[old], new, route)
+    elif old_release is not None:
+        matrix = matrix_from_manifest(manifests[old_release], new, route)
     return (
         template_environment(Path(__file__).parent)
         .get_template("page.html.j2")
         .render(
-            old=None if old is None else manifests[old],
+            old=None if old_release is None else manifests[old_release],
             new=new,
-            releases=[manifests[number] for number in route or sorted({old or release, release})],
+            releases=[
+                manifests[number] for number in route or sorted({old_release or release, release})
+            ],
             route=route,
             verdict=VERDICTS[new.gate.verdict],
             matrix=matrix,
@@ -366,7 +369,9 @@ def render_page(
             marks=CELL_LABELS,
             kept=retention_percent(matrix),
             basis=basis or describe_manifest_matrix(new, route),
-            downloads={} if old is None else download_sizes(manifests, old, release, route),
+            downloads={}
+            if old_release is None
+            else download_sizes(manifests, old_release, release, route),
             cost=comparison.measured_seconds if comparison else None,
             backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
             map=gallery_map(comparison) if comparison else None,

@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 @contextmanager
-def translate_errors(server: str) -> Iterator[None]:
+def translate_errors(error_name: str) -> Iterator[None]:
     """Raise gRPC errors of the block as errors of this project.
 
     Args:
-        server: The server or call, for the message.
+        error_name: The server or call, for the message.
 
     Raises:
         NobackfillError: The class follows from the gRPC code and its reason, by
@@ -40,12 +40,12 @@ def translate_errors(server: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise error_from_status(error, server) from error
+        raise error_from_status(error, error_name) from error
 
 
 def call_until_success(
     attempt: Callable[[float], T],
-    server: str,
+    error_name: str,
     *,
     seconds: float = 30.0,
     attempt_seconds: float = 10.0,
@@ -62,7 +62,7 @@ def call_until_success(
     Args:
         attempt: Makes the call with a timeout in seconds, at least 0.001. Only its grpc.RpcError is
             caught.
-        server: The server or call, for the message.
+        error_name: The server or call, for the message.
         seconds: Longest time of all attempts together; at least one attempt is made, also with 0 or
             less.
         attempt_seconds: Longest time of one attempt, above 0.
@@ -83,7 +83,7 @@ def call_until_success(
             return attempt(min(attempt_seconds, max(0.001, deadline - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            failure = error_from_status(error, server)
+            failure = error_from_status(error, error_name)
             if not (is_transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
                 raise failure from error
         time.sleep(wait)

@@ -133,14 +133,14 @@ def is_transient(error: errors.NobackfillError) -> bool:
     return row is not None and row.transient
 
 
-def error_from_status(error: grpc.RpcError, server: str) -> errors.NobackfillError:
+def error_from_status(error: grpc.RpcError, error_name: str) -> errors.NobackfillError:
     """Return the error of this project for a gRPC status.
 
     The message begins with the server and holds what `explain_failure` returns.
 
     Args:
         error: The error of grpc.
-        server: The server or call, for the message.
+        error_name: The server or call, for the message.
 
     Returns:
         The error, not raised. A code that the table lacks gives NobackfillError; a connection that
@@ -150,9 +150,9 @@ def error_from_status(error: grpc.RpcError, server: str) -> errors.NobackfillErr
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
     if _is_broken(error):
-        return errors.UnavailableError(f"{server}: {explain_failure(error)}")
+        return errors.UnavailableError(f"{error_name}: {explain_failure(error)}")
     kind = errors.NobackfillError if row is None else row.error
-    return kind(f"{server}: {explain_failure(error)}")
+    return kind(f"{error_name}: {explain_failure(error)}")
 
 
 def _is_broken(error: grpc.RpcError) -> bool:

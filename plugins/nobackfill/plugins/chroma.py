@@ -227,7 +227,8 @@ class ChromaServer:
             ours = _STATUSES.get(response.status, InvalidInputError)
             raise ours(
                 f"collection {name}: the Chroma server answers with the HTTP status "
-                f"{response.status}: {response.data[:200].decode(errors='replace')}"
+                f"{response.status}: {response.data[:200].decode(errors='replace')}. Correct the "
+                "request, or look at the server's log"
             )
         try:
             return json.loads(response.data) if response.data else None

@@ -723,7 +723,7 @@ class LanceSource:
         path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
         return lock_by_file(path, self._name)
 
-    def read_migration_mark(self, column: str) -> str | None:
+    def read_migration_digest(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a column holds; None for any other column, and
         after the flip.
 
@@ -737,7 +737,7 @@ class LanceSource:
             return None
         return _column_mark(schema, column).get("map")
 
-    def flip_mark(self) -> str | None:
+    def flip_digest(self) -> str | None:
         """Return the digest of the map that computed the source's vectors; None if no flip put them
         there.
 
@@ -764,7 +764,7 @@ class LanceSource:
             ConfigurationError: The process was forked after the table was opened.
         """
         old_exists = old_name_after_flip(self.vector) in self.schema.names
-        if self.flip_mark() != computer_digest:
+        if self.flip_digest() != computer_digest:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

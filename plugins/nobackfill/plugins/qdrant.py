@@ -215,7 +215,8 @@ def translated_errors(name: str) -> Iterator[None]:
         ours = HTTP_STATUS_ERRORS.get(error.status_code or 0, InvalidInputError)
         raise ours(
             f"collection {name}: the Qdrant server answers with the HTTP status "
-            f"{error.status_code}: {error.content[:200].decode(errors='replace')}"
+            f"{error.status_code}: {error.content[:200].decode(errors='replace')}. Correct the "
+            "request, or look at the server's log"
         ) from error
     except ResponseHandlingException as error:
         raise UnavailableError(
@@ -727,7 +728,7 @@ class QdrantSource:
         folder = None if "://" in self._address else Path(self._address).resolve()
         return lock_by_address(self._address, self._name, folder, port=_PORT)
 
-    def read_migration_mark(self, column: str) -> str | None:
+    def read_migration_digest(self, column: str) -> str | None:
         """Return the digest of the map whose vectors have a name; None for any other name, and
         after the flip.
 
@@ -753,7 +754,7 @@ class QdrantSource:
                 return name, mark
         return (self.vector, flipped[self.vector]) if self.vector in flipped else ("", {})
 
-    def flip_mark(self) -> str | None:
+    def flip_digest(self) -> str | None:
         """Return the digest of the map of the vectors that searches use since a flip; None without
         one.
 

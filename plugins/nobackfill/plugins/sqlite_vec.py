@@ -1095,7 +1095,7 @@ class SqliteVecSource:
         path = Path(self._database.path).resolve()
         return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)
 
-    def read_migration_mark(self, column: str) -> str | None:
+    def read_migration_digest(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a table holds; None for any other table, and
         after the flip.
 
@@ -1111,7 +1111,7 @@ class SqliteVecSource:
             return None
         return facts.get("map")
 
-    def flip_mark(self) -> str | None:
+    def flip_digest(self) -> str | None:
         """Return the digest of the map that computed the source's vectors; None if no flip put them
         there.
 
@@ -1136,7 +1136,7 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         old_exists = self._old_name() in self._database.tables()
-        if self.flip_mark() != computer_digest:
+        if self.flip_digest() != computer_digest:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

@@ -94,7 +94,7 @@ class _Listing(BaseModel):
     written_by: str | None = None
 
 
-def backup(data: Path, target: Path) -> DataSummary:
+def backup(data_folder: Path, target: Path) -> DataSummary:
     """Copy a data folder into a new folder, and verify the copy.
 
     A gateway may serve the data folder. Indexes and files of Triton are left out, because they can
@@ -103,16 +103,17 @@ def backup(data: Path, target: Path) -> DataSummary:
     killed backups left there.
 
     Args:
-        data: the data folder; it is only read. SQLite may create its own files next to a gallery.
+        data_folder: the data folder; it is only read. SQLite may create its own files next to a
+            gallery.
         target: the folder to create, with mode 0700.
 
     Returns:
         The contents of the backup.
 
     Raises:
-        NotFoundError: `data` has no galleries in files.
+        NotFoundError: `data_folder` has no galleries in files.
         AlreadyExistsError: `target` exists.
-        ConfigurationError: `target` is inside `data`.
+        ConfigurationError: `target` is inside `data_folder`.
         BusyError: another backup with this name is under way, or a gateway locked a gallery for too
             long.
         CannotWriteError: a file cannot be read or written, or the disk lacks room for the backup
@@ -120,14 +121,14 @@ def backup(data: Path, target: Path) -> DataSummary:
         VerificationError: a gallery, a blob or the state is damaged.
         OSError: this user may not search a folder above one of them.
     """
-    if not (data / _STATE).is_file():
+    if not (data_folder / _STATE).is_file():
         raise NotFoundError(
-            f"{data}: expected the data folder of a gateway that stores galleries in files, "
+            f"{data_folder}: expected the data folder of a gateway that stores galleries in files, "
             f"found no {_STATE}; name it with --data, or back up galleries in PostgreSQL with "
             "pg_dump"
         )
     _refuse_taken(target)
-    durable.refuse_copy_into_itself(target, data)
+    durable.refuse_copy_into_itself(target, data_folder)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     _remove_unfinished_backups(target.absolute().parent, unfinished.name)
     durable.make_dir(unfinished, 0o700)
@@ -137,19 +138,19 @@ def backup(data: Path, target: Path) -> DataSummary:
                 durable.remove_tree(path)
         # Another backup may have ended since.
         _refuse_taken(target)
-        _need_room(unfinished, _bytes_to_copy(data))
+        _need_room(unfinished, _bytes_to_copy(data_folder))
         # The state frames the galleries: if an activation began or ended meanwhile, they are
         # copied again.
         state = None
-        while state != (state := (data / _STATE).read_bytes()):
-            _copy_galleries(data, unfinished)
+        while state != (state := (data_folder / _STATE).read_bytes()):
+            _copy_galleries(data_folder, unfinished)
         durable.write_file(unfinished / _STATE, state, 0o600)
         with suppress(FileNotFoundError):
-            durable.write_file(unfinished / WRITER, (data / WRITER).read_bytes(), 0o600)
+            durable.write_file(unfinished / WRITER, (data_folder / WRITER).read_bytes(), 0o600)
         for folder in ("vault", "trust"):
-            if (data / folder).is_dir():
-                _copy_tree(data / folder, unfinished / folder)
-        _copy_audit(data / AUDIT, unfinished / AUDIT)
+            if (data_folder / folder).is_dir():
+                _copy_tree(data_folder / folder, unfinished / folder)
+        _copy_audit(data_folder / AUDIT, unfinished / AUDIT)
         files = {
             str(path): sha256_file(unfinished / path) for path in _backup_file_paths(unfinished)
         }
@@ -300,52 +301,56 @@ def _copy_if_there(source: str, target: str) -> None:
         Path(target).unlink(missing_ok=True)
 
 
-def restore(source: Path, data: Path) -> DataSummary:
+def restore(source: Path, data_folder: Path) -> DataSummary:
     """Make a data folder from a backup, which is verified first.
 
-    After an error, `data` is as it was before, but the rest of a restore that was killed may be
-    gone.
+    After an error, `data_folder` is as it was before, but the rest of a restore that was killed may
+    be gone.
 
     The backup is read twice: to check it, and to copy it. Files of the data folder have mode 0600.
 
     Args:
         source: the backup; it is only read.
-        data: the data folder: new, or empty except for lost+found. A link is followed. A folder
-            with the rest of a restore that was killed counts as empty.
+        data_folder: the data folder: new, or empty except for lost+found. A link is followed. A
+            folder with the rest of a restore that was killed counts as empty.
 
     Returns:
         The contents of the backup.
 
     Raises:
         NotFoundError: `source` is no complete backup.
-        AlreadyExistsError: `data` is not empty.
-        ConfigurationError: `data` is inside the backup.
-        BusyError: a gateway serves `data`.
+        AlreadyExistsError: `data_folder` is not empty.
+        ConfigurationError: `data_folder` is inside the backup.
+        BusyError: a gateway serves `data_folder`.
         VerificationError: the backup is damaged, or has another format.
         CannotWriteError: a file cannot be read or written, or the disk lacks room.
         OSError: this user may not search a folder above one of them.
     """
-    data = data.resolve()
-    _refuse_full(data)
-    durable.refuse_copy_into_itself(data, source)
+    data_folder = data_folder.resolve()
+    _refuse_full(data_folder)
+    durable.refuse_copy_into_itself(data_folder, source)
     if not (source / LISTING).is_file():
         raise NotFoundError(
             f"{source}: expected a complete backup, found no {LISTING}; name a folder that "
             "`gateway data backup` wrote"
         )
     summary, files = verify(source), _read_listing(source).files
-    unfinished = data / UNFINISHED_RESTORE
-    made = [unfinished, data / "lock", *{data / Path(path).parts[0] for path in files}]
-    new = [] if data.exists() else [data]
+    unfinished = data_folder / UNFINISHED_RESTORE
+    made = [
+        unfinished,
+        data_folder / "lock",
+        *{data_folder / Path(path).parts[0] for path in files},
+    ]
+    new = [] if data_folder.exists() else [data_folder]
     if new:
         made = new
-        durable.make_dir(data, 0o700)
-    with _lock(data / "lock", *new), _remove_on_error(*made):
-        _refuse_full(data)
+        durable.make_dir(data_folder, 0o700)
+    with _lock(data_folder / "lock", *new), _remove_on_error(*made):
+        _refuse_full(data_folder)
         # A restore that was killed left them.
-        for name in _entry_names(data):
-            durable.remove_tree(data / name)
-        _need_room(data, summary.bytes)
+        for name in _entry_names(data_folder):
+            durable.remove_tree(data_folder / name)
+        _need_room(data_folder, summary.bytes)
         for path in files:
             durable.make_dir((unfinished / path).parent, 0o700)
             shutil.copyfile(source / path, unfinished / path)
@@ -353,7 +358,7 @@ def restore(source: Path, data: Path) -> DataSummary:
         # The state is the last: a folder without it is no data folder yet.
         for top in sorted(unfinished.iterdir(), key=lambda path: path.name == _STATE):
             publish = durable.publish_dir if top.is_dir() else durable.replace_file
-            publish(top, data / top.name)
+            publish(top, data_folder / top.name)
         durable.remove_tree(unfinished)
     return summary
 

@@ -501,7 +501,10 @@ One = TypeVar("One")
 
 
 def fill(
-    gateway: Gateway, gallery: str, source: str, on_stored: Callable[[int], object] = lambda _: None
+    gateway: Gateway,
+    gallery: str,
+    source_address: str,
+    on_stored: Callable[[int], object] = lambda _: None,
 ) -> FillResult:
     """Put all pictures of a place, or all texts of a JSONL file; the gateway embeds them.
 
@@ -512,7 +515,8 @@ def fill(
     Args:
         gateway: the gateway.
         gallery: name of the gallery.
-        source: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
+        source_address: a folder, an object store, or FILE.jsonl. A picture's id is its path in the
+            place.
         on_stored: called with the number of durable items so far, after each part; its errors end
             the fill.
 
@@ -538,19 +542,19 @@ def fill(
         on_stored(count)
 
     items = (
-        _text_put_items(source, unsent)
-        if is_text_file(source)
-        else _picture_put_items(open_bulk_source(source), unsent)
+        _text_put_items(source_address, unsent)
+        if is_text_file(source_address)
+        else _picture_put_items(open_bulk_source(source_address), unsent)
     )
     refused = gateway.put_items(gallery, items, report)
-    return _check_result(FillResult(stored, {**refused, **unsent}), source)
+    return _check_result(FillResult(stored, {**refused, **unsent}), source_address)
 
 
-def is_text_file(source: str) -> bool:
+def is_text_file(address: str) -> bool:
     """Tell whether a place is a local file of texts, by its name alone: it ends with .jsonl, in
     small letters.
     """
-    return "://" not in source and source.endswith(".jsonl")
+    return "://" not in address and address.endswith(".jsonl")
 
 
 def _text_put_items(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
@@ -573,23 +577,23 @@ def _picture_put_items(pictures: BulkSource, unsent: dict[str, str]) -> Iterator
 
 
 def fill_by_ray(
-    gateway: Gateway, gallery: str, source: str, model_repo: Path, cluster: str,
+    gateway: Gateway, gallery: str, source_address: str, model_repo: Path, cluster_address: str,
     on_stored: Callable[[int], object] = lambda _: None, batch_size: int = BATCH,
 ) -> FillResult:  # fmt: skip
     """Put all pictures of a place, or all texts of a JSONL file, embedded on a Ray cluster.
 
-    Each node reads pictures of `source` itself, and must reach the gateway by the same address;
-    texts are read here. Items get vectors of the gallery's release only. Items that were stored
-    before an error stay, and filling again is safe. The nodes get the content of this process's
-    credential files.
+    Each node reads pictures of `source_address` itself, and must reach the gateway by the same
+    address; texts are read here. Items get vectors of the gallery's release only. Items that were
+    stored before an error stay, and filling again is safe. The nodes get the content of this
+    process's credential files.
 
     Args:
         gateway: the gateway; only its address is used by the nodes.
         gallery: name of the gallery.
-        source: as in `fill`; a relative path counts from this process's folder.
+        source_address: as in `fill`; a relative path counts from this process's folder.
         model_repo: publication folder with the gallery's release; its model files are sent to the
             nodes.
-        cluster: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
+        cluster_address: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
         on_stored: called with the number of durable items so far, after each task; its errors end
             the fill.
         batch_size: items of a task, at least 1.
@@ -623,22 +627,22 @@ def fill_by_ray(
             f"variables {', '.join(CREDENTIALS)}"
         ) from error
     work = FillWork(
-        uuid.uuid4().hex, gateway.address, gallery, _absolute_place(source), manifest,
+        uuid.uuid4().hex, gateway.address, gallery, _absolute_place(source_address), manifest,
         read_model_files(model_repo, manifest), credentials,
     )  # fmt: skip
     stored, refusals = 0, dict[str, str]()
-    with closing(join(cluster)) as nodes:
-        if is_text_file(source):
-            texts = _text_put_items(source, refusals)
+    with closing(join(cluster_address)) as nodes:
+        if is_text_file(source_address):
+            texts = _text_put_items(source_address, refusals)
             parts = nodes.run(put_texts, work, _batches(texts, batch_size))
         else:
-            names = _picture_names(open_bulk_source(source).names(), refusals)
+            names = _picture_names(open_bulk_source(source_address).names(), refusals)
             parts = nodes.run(put_pictures, work, _batches(names, batch_size))
         for result in parts:
             stored += result.stored_count
             refusals |= result.refusals
             on_stored(stored)
-    return _check_result(FillResult(stored, refusals), source)
+    return _check_result(FillResult(stored, refusals), source_address)
 
 
 def _check_result(result: FillResult, place: str) -> FillResult:

@@ -164,16 +164,16 @@ class Catalog:
             (n for n in self.manifests if self.withdrawal_by_release.get(n) is None), default=None
         )
 
-    def manifests_for_routes(self, source: int) -> Mapping[int, Manifest]:
+    def manifests_for_routes(self, from_release: int) -> Mapping[int, Manifest]:
         """Return the releases that routes from a release may use: itself, and those not withdrawn.
 
-        An unknown `source` adds nothing. The mapping is new and shows the last verified view,
+        An unknown `from_release` adds nothing. The mapping is new and shows the last verified view,
         without releases whose manifest cannot be used.
         """
         return {
             number: manifest
             for number, manifest in self.manifests.items()
-            if number == source or self.withdrawal_by_release.get(number) is None
+            if number == from_release or self.withdrawal_by_release.get(number) is None
         }
 
     def manifest(self, release: int) -> Manifest:

@@ -44,8 +44,8 @@ class ExportReport:
 
 
 def export(
-    store: GalleryStore, out: Path, releases: Sequence[int] = (), *, native: bool = False,
-    side: bool = False, window: int = WINDOW,
+    store: GalleryStore, out: Path, releases: Sequence[int] = (), *, native_only: bool = False,
+    with_side: bool = False, rows_per_window: int = WINDOW,
 ) -> ExportReport:  # fmt: skip
     """Write vectors of one snapshot into a new folder, which exists only once it is complete.
 
@@ -60,9 +60,9 @@ def export(
         out: the folder to create; its parents are created as well.
         releases: numbers of the releases to export; empty means all that the gallery has. Repeated
             ones count once.
-        native: only vectors that the space's own model computed, at a put or by re-embedding.
-        side: also write side-information, where a space has some.
-        window: items read at once, at least 1; each window becomes a row group.
+        native_only: only vectors that the space's own model computed, at a put or by re-embedding.
+        with_side: also write side-information, where a space has some.
+        rows_per_window: items read at once, at least 1; each window becomes a row group.
 
     Returns:
         The numbers of items and of rows; an empty gallery gives files without rows.
@@ -89,12 +89,14 @@ def export(
     count, rows = 0, {info.spec.release: 0 for info in infos}
     try:
         with ExitStack() as closing:
-            files = [closing.enter_context(_Files(staged, info.spec, side)) for info in infos]
-            for piece in store.iterate_snapshot([info.spec.space for info in infos], window):
+            files = [closing.enter_context(_Files(staged, info.spec, with_side)) for info in infos]
+            for piece in store.iterate_snapshot(
+                [info.spec.space for info in infos], rows_per_window
+            ):
                 count += len(piece.items)
                 items = {item.label: item for item in piece.items}
                 for file, stored in zip(files, piece.vectors, strict=True):
-                    rows[file.release] += file.add(items, stored, native)
+                    rows[file.release] += file.add(items, stored, native_only)
         durable.publish_dir(staged, out)
     except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)

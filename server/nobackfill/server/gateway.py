@@ -369,7 +369,7 @@ class GatewayServer:
         with self._health:
             if self._listener is not None:
                 self._listener.set_health(
-                    embedding=self.models.is_ready(), set_aside=self.galleries.quarantine_reasons()
+                    can_embed=self.models.is_ready(), set_aside=self.galleries.quarantine_reasons()
                 )
 
 

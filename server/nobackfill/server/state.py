@@ -114,12 +114,12 @@ class State(_StrictState):
     paused: tuple[str, ...] = ()
 
 
-def parse_state(content: bytes | str, location: str, writer: object = None) -> State:
+def parse_state(content: bytes | str, error_name: str, writer: object = None) -> State:
     """Parse a saved state; fields that are missing have their defaults.
 
     Args:
         content: the state as JSON.
-        location: the place of the state, for errors.
+        error_name: the place of the state, for errors.
         writer: the version that is recorded as its writer; None if none is.
 
     Raises:
@@ -138,14 +138,15 @@ def parse_state(content: bytes | str, location: str, writer: object = None) -> S
         ]
         if len(unknown) == len(problems):
             raise VerificationError(
-                f"{location} was written by a newer nobackfill: {join_few(unknown)} is not known "
+                f"{error_name} was written by a newer nobackfill: {join_few(unknown)} is not known "
                 f"to nobackfill {version('nobackfill')}, which reads format 1; start "
                 f"{describe_writer(writer)}"
             ) from error
         where = ".".join(map(str, problems[0]["loc"])) or "content"
         raise VerificationError(
-            f"{location}: the gateway's state is damaged ({where}: {problems[0]['msg']}); restore "
-            "the state from a backup with `gateway data restore`, or from a backup of the database"
+            f"{error_name}: the gateway's state is damaged ({where}: {problems[0]['msg']}); "
+            "restore the state from a backup with `gateway data restore`, or from a backup of the "
+            "database"
         ) from error
 
 

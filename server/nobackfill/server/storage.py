@@ -67,35 +67,35 @@ def open_storage(settings: Settings) -> "Storage":
     return Storage(store, settings.data, lock="shared")
 
 
-def store_folder(store: str, data: Path) -> Path | None:
+def store_folder(store_address: str, data_folder: Path) -> Path | None:
     """Return the folder of a store; None for a database, and for any other address. The folder need
     not exist.
 
     Args:
-        store: address of the store.
-        data: the gateway's data folder, for the store `sqlite:` without a folder.
+        store_address: address of the store.
+        data_folder: the gateway's data folder, for the store `sqlite:` without a folder.
     """
-    if not store.startswith(SQLITE):
+    if not store_address.startswith(SQLITE):
         return None
-    return Path(store.removeprefix(SQLITE)) if store != SQLITE else data
+    return Path(store_address.removeprefix(SQLITE)) if store_address != SQLITE else data_folder
 
 
-def mark_moved(folder: Path, to: str) -> None:
+def mark_moved(folder: Path, new_address: str) -> None:
     """Mark a folder as moved, durably, so that no gateway serves it without --force.
 
     An earlier mark is replaced. The folder must exist.
 
     Args:
         folder: the folder.
-        to: address of the new store; its user, password and options are not written.
+        new_address: address of the new store; its user, password and options are not written.
 
     Raises:
         CannotWriteError: the folder cannot be written.
     """
-    url = urlsplit(to)
+    url = urlsplit(new_address)
     # User and password are left out; they may be options, too.
     host = url.netloc.rpartition("@")[2]
-    public_address = f"{url.scheme}://{host}{url.path}" if "://" in to else to
+    public_address = f"{url.scheme}://{host}{url.path}" if "://" in new_address else new_address
     durable.write_file(folder / _MOVED, json.dumps({"to": public_address}).encode(), 0o600)
 
 
@@ -113,7 +113,7 @@ def clear_moved_mark(settings: Settings) -> None:
         durable.remove_tree(folder / _MOVED)
 
 
-def split_store_address(store: str) -> tuple[str, str | None]:
+def split_store_address(store_address: str) -> tuple[str, str | None]:
     """Split the address of a database from that of the engine that searches its vectors.
 
     The engine is the option ?vectors=… of the address. Percent-encode its password, or all of it if
@@ -125,7 +125,7 @@ def split_store_address(store: str) -> tuple[str, str | None]:
     Raises:
         ConfigurationError: there are several engines, or one has another form.
     """
-    url, mark, options = store.partition("?")
+    url, mark, options = store_address.partition("?")
     parts = [option for option in options.split("&") if option]
     values = [option[8:] for option in parts if option.startswith("vectors=")]
     # A password is decoded when the address is split: a `/` in it would end the host.
@@ -141,27 +141,27 @@ def split_store_address(store: str) -> tuple[str, str | None]:
     return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 
 
-def check_store_folder(store: str) -> None:
+def check_store_folder(store_address: str) -> None:
     """Check that the folder of a store exists, before opening it would create it.
 
     If it is a database, only the form of the address is checked. Nothing is written or locked.
 
     Args:
-        store: address of the store, as in the settings. `sqlite:` without a folder means the
-            working folder here.
+        store_address: address of the store, as in the settings. `sqlite:` without a folder means
+            the working folder here.
 
     Raises:
         NotFoundError: no gateway has served from the folder: it has no state.json.
         ConfigurationError: the address has another form.
     """
-    if store.startswith(SQLITE):
-        folder = Path(store.removeprefix(SQLITE))
+    if store_address.startswith(SQLITE):
+        folder = Path(store_address.removeprefix(SQLITE))
         if not (folder / "state.json").is_file():
             raise NotFoundError(
                 f"{folder}: expected the data folder of a gateway, found no state.json; check its "
                 "name"
             )
-    elif not store.startswith(DATABASES):
+    elif not store_address.startswith(DATABASES):
         raise _unknown_store()
 
 
@@ -172,14 +172,14 @@ def _unknown_store() -> ConfigurationError:
     )
 
 
-def migrate_database(url: str, to: int | None) -> tuple[int, int]:
+def migrate_database(url: str, to_format: int | None) -> tuple[int, int]:
     """Convert the tables of a database to a format, in one transaction.
 
     Going back deletes what older formats lack, such as the audit and the records of upgrades.
 
     Args:
         url: address of the database.
-        to: number of the format; None means this version's. If the database has that format
+        to_format: number of the format; None means this version's. If the database has that format
             already, nothing changes.
 
     Returns:
@@ -197,7 +197,7 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
         from nobackfill.server.stores.postgresql.database import Connection, Database, execute
         from nobackfill.server.stores.postgresql.schema import FORMAT, migrate
     formats: list[int] = []
-    target = FORMAT if to is None else to
+    target = FORMAT if to_format is None else to_format
 
     def work(connection: Connection) -> None:
         with connection.transaction():
@@ -218,7 +218,11 @@ class Storage:
     """Hold an open store: `galleries` and `state` of the gateway."""
 
     def __init__(
-        self, store: str, data: Path, *, lock: Literal["alone", "shared"] | None = "alone"
+        self,
+        store_address: str,
+        data_folder: Path,
+        *,
+        lock: Literal["alone", "shared"] | None = "alone",
     ) -> None:
         """Open a store.
 
@@ -226,8 +230,8 @@ class Storage:
         are converted. The caller closes the store. After an error nothing stays open or locked.
 
         Args:
-            store: address of the store, as in the settings.
-            data: the gateway's data folder.
+            store_address: address of the store, as in the settings.
+            data_folder: the gateway's data folder.
             lock: alone keeps every other process out; shared admits other gateways of a database;
                 None takes no lock, so that a gateway may serve the store at the same time.
 
@@ -245,8 +249,8 @@ class Storage:
         # Reports changes by other gateways; None if the store is not shared.
         self.commits: CommitNotifications | None = None
         with ExitStack() as closing:
-            if store.startswith(SQLITE):
-                folder = Path(store.removeprefix(SQLITE))
+            if store_address.startswith(SQLITE):
+                folder = Path(store_address.removeprefix(SQLITE))
                 durable.make_dir(folder, 0o700)
                 if lock is not None:
                     closing.enter_context(durable.lock_file(folder / "lock"))
@@ -259,8 +263,8 @@ class Storage:
                     folder / "galleries", SuspendablePool(max_open_galleries())
                 )
                 self.state = StateFile(folder / "state.json")
-            elif store.startswith(DATABASES):
-                self._open_database(store, data, closing, lock)
+            elif store_address.startswith(DATABASES):
+                self._open_database(store_address, data_folder, closing, lock)
             else:
                 raise _unknown_store()
             self._closing = closing.pop_all()

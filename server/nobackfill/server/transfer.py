@@ -216,7 +216,7 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     return len(rows) - equal
 
 
-def blob_sizes(vault: Path) -> dict[Path, int]:
+def blob_sizes(vault_folder: Path) -> dict[Path, int]:
     """Return the size in bytes of each complete blob of a vault, by its path in the vault, in any
     order.
 
@@ -228,10 +228,10 @@ def blob_sizes(vault: Path) -> dict[Path, int]:
         OSError: a blob's size cannot be read.
     """
     sizes = {}
-    for path in vault.glob("*/??/*"):
+    for path in vault_folder.glob("*/??/*"):
         if path.suffix != PART and not path.name.startswith(durable.TEMPORARY_PREFIX):
             with suppress(FileNotFoundError):
-                sizes[path.relative_to(vault)] = path.stat().st_size
+                sizes[path.relative_to(vault_folder)] = path.stat().st_size
     return sizes
 
 

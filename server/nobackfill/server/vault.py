@@ -210,7 +210,7 @@ class VaultBlobs:
         if last_id and not _HEX.match(last_id):
             raise InvalidInputError(
                 "page_token: expected the next_page_token of a ListBlobs answer, or none for the "
-                "first page; got another text"
+                "first page; got another text. Leave page_token out to begin with the first page"
             )
         blobs: list[Blob] = []
         for shard in sorted(self._owner_folder(owner).glob("[0-9a-f][0-9a-f]")):

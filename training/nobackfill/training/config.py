@@ -365,7 +365,10 @@ class _Loader(yaml.SafeLoader):
         twice = [key for key, times in keys.items() if times > 1 and key != "<<"]
         if twice:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+                None,
+                None,
+                f"the key {twice[0]!r} occurs twice; remove one of them",
+                node.start_mark,
             )
         return super().construct_mapping(node, deep)
 

@@ -377,7 +377,7 @@ class NativeVectorComputer:
             must_be_reversible: As in `Target`.
 
         Returns:
-            A target whose mark is the digest of the model and of the name of the originals. Its
+            A target whose digest is that of the model and of the name of the originals. Its
             content is the column of the originals, or None where they are outside of the store.
 
         Raises:

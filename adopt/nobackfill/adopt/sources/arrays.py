@@ -27,7 +27,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     check_file_name,
     file_permissions,
-    read_mark,
+    read_vector_record,
     time_reading,
     value_as_text,
 )
@@ -440,7 +440,7 @@ def _mark_path(folder: Path, name: str) -> Path:
 
 
 def _mark(folder: Path, name: str) -> dict[str, Any] | None:
-    said = read_mark(_mark_path(folder, name))
+    said = read_vector_record(_mark_path(folder, name))
     return said if isinstance(said, dict) else None
 
 

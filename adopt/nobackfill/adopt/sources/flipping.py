@@ -282,14 +282,14 @@ class FlippingSource(CopiedSource):
         # Before and after the flip, by whatever name.
         return self._store.lock_name((self._original() or self._here).name)
 
-    def read_migration_mark(self, column: str) -> str | None:
+    def read_migration_digest(self, column: str) -> str | None:
         """Return the digest of the map of a copy; None after a flip to it, and for other names."""
         if not self._store.exists(column):
             return None
         found = self._store.open_collection(column)
         return found.copy_facts.get("map") if self._is_copy(found) else None
 
-    def flip_mark(self) -> str | None:
+    def flip_digest(self) -> str | None:
         """Return the digest of the map that computed the collection's own vectors; None if none
         did.
         """
@@ -306,7 +306,7 @@ class FlippingSource(CopiedSource):
             computer_digest: Digest of the map of the new vectors.
         """
         original = self._original()
-        if self.flip_mark() != computer_digest:
+        if self.flip_digest() != computer_digest:
             return "old" if original is None else "unknown"
         return "finished" if original is None else "flipped"
 

@@ -31,7 +31,7 @@ from nobackfill.adopt.sources.source import (
     check_file_name,
     check_same_model,
     file_permissions,
-    read_mark,
+    read_vector_record,
     value_as_text,
 )
 from nobackfill.durable import make_dir, remove_temporary_files, remove_tree, write_file
@@ -295,7 +295,7 @@ class ParquetSource:
         folder = self._folder(target.name)
         mark = {"map": target.computer_digest, "dim": target.dim, "of": self._of}
         if folder.exists():
-            found = read_mark(folder / _MARK)
+            found = read_vector_record(folder / _MARK)
             # Before November 2026, a folder did not record its source file.
             if not isinstance(found, dict) or {"of": self._of} | found != mark:
                 raise AlreadyExistsError(
@@ -355,7 +355,7 @@ class ParquetSource:
         if self._path.suffix == _SUFFIX:
             return short
         # Before November 2026 all files of one stem shared this folder.
-        found = read_mark(short / _MARK)
+        found = read_vector_record(short / _MARK)
         alone = not self._path.with_suffix(_SUFFIX).exists()
         if alone and isinstance(found, dict) and "of" not in found:
             return short

@@ -524,8 +524,8 @@ class PgvectorSource:
         killed build are dropped.
 
         Raises:
-            AlreadyExistsError: The name has other data, or vectors with another mark or condition.
-                Or the triggers of native vectors were off, so that some may be stale.
+            AlreadyExistsError: The name has other data, or vectors with another digest or
+                condition. Or the triggers of native vectors were off, so that some may be stale.
             InvalidInputError: The name has more than 63 bytes, PostgreSQL refuses the dimension, or
                 `target.content` is no column.
             NotPermittedError: The role may not change the table, or may not see all rows.
@@ -548,7 +548,7 @@ class PgvectorSource:
             place_in_table.drop_unfinished_indexes()
             return place_in_table
         with self._table.open_changes() as changes:
-            made = self._table.read_mark(target.name)
+            made = self._table.read_computer_digest(target.name)
             triggers = self._table.triggers(self._names(target.name)["function"])
             # Also a column that was added since the table was opened.
             there = made is not None or target.name in self._table.columns
@@ -680,7 +680,7 @@ class PgvectorSource:
             return pgvector_target.remove_table(self._table, self.vector, name)
         names = self._names(name)
         with self._table.open_changes() as changes:
-            if self._table.read_mark(name) is None:
+            if self._table.read_computer_digest(name) is None:
                 return False
             changes.drop_other_triggers(**names)
             changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
@@ -721,8 +721,8 @@ class PgvectorSource:
         """
         return self._table.lock("migrate", OTHER_MIGRATION_MESSAGE, wait_seconds=LOCK_WAIT_SECONDS)
 
-    def read_migration_mark(self, column: str) -> str | None:
-        """Return the mark of new vectors, from their column's comment (see `Target`).
+    def read_migration_digest(self, column: str) -> str | None:
+        """Return the digest of new vectors, from their column's comment (see `Target`).
 
         None for a column that nobackfill did not make, for one that a flip has renamed, and for an
         unknown one.
@@ -731,9 +731,9 @@ class PgvectorSource:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
-        return self._table.read_mark(column)
+        return self._table.read_computer_digest(column)
 
-    def flip_mark(self) -> str | None:
+    def flip_digest(self) -> str | None:
         """Return the digest of the transform that computed the vectors, from the column's comment.
 
         None if no flip put them there.
@@ -758,7 +758,7 @@ class PgvectorSource:
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         kept = old_name_after_flip(self.vector) in self._table.columns
-        if self.flip_mark() != computer_digest:
+        if self.flip_digest() != computer_digest:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
@@ -1012,8 +1012,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             InvalidInputError: The name is no `table:NAME` or too long, PostgreSQL refuses the
                 dimension, or `target.content` is no column.
-            AlreadyExistsError: The name has other data, or vectors with another mark or condition;
-                or some native vectors may be stale.
+            AlreadyExistsError: The name has other data, or vectors with another digest or
+                condition; or some native vectors may be stale.
             NotPermittedError: The role may not change the table, or may not see all rows.
             BusyError: Others hold the table for more than 5 seconds.
             NotFoundError: The table of new vectors was renamed.
@@ -1059,8 +1059,8 @@ class PgvectorSelection(PgvectorSource):
         query: LiteralString = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.query_one(query, **place.sql_names))
 
-    def read_migration_mark(self, column: str) -> str | None:
-        """Return the mark of the vectors in a table of new vectors (see `Target`).
+    def read_migration_digest(self, column: str) -> str | None:
+        """Return the digest of the vectors in a table of new vectors (see `Target`).
 
         None if there is no such table of this source, or a flip has taken place.
 

@@ -1012,7 +1012,7 @@ class SourceTable:
             sentences.append(f"column {column!r} is inherited from {parent}: {ways}")
         return sentences
 
-    def read_mark(self, column: str) -> str | None:
+    def read_computer_digest(self, column: str) -> str | None:
         """Return the digest of a new column's map or model, from its comment; None without one.
 
         None too for an unknown column.

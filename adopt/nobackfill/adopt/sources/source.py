@@ -1,8 +1,8 @@
 """Define the interface of a user's store: a Protocol to read it, and one to write new vectors.
 
-Below are the checks, marks and addresses that several sources share. Any method of a store may also
-raise UnavailableError (its server does not answer), NotPermittedError (it refuses the user) and
-BusyError (others hold the store, or its server has too many requests).
+Below are the checks, records and addresses that several sources share. Any method of a store may
+also raise UnavailableError (its server does not answer), NotPermittedError (it refuses the user)
+and BusyError (others hold the store, or its server has too many requests).
 """
 
 import hashlib
@@ -122,7 +122,7 @@ class Target:
         name: Name of the new column, collection or file; `table:NAME` for a table in PostgreSQL.
         dim: Dimension of the new vectors.
         computer_digest: Digest of the map or model that computes them. Vectors with different
-            marks are never mixed under one name.
+            digests are never mixed under one name.
         model: Fingerprint of the model in whose space they are; None if it is not known.
         content_column: The column that they are computed from; None if they are computed from the
             old vectors. A change of it makes a new vector stale.
@@ -440,10 +440,12 @@ class Source(Protocol):
         """
 
     def open_target(self, target: Target) -> TargetVectors:
-        """Create the place for new vectors, or open it if an earlier run with this mark created it.
+        """Create the place for new vectors, or open it if an earlier run of the same map or model
+        created it.
 
         Raises:
-            AlreadyExistsError: The name belongs to other data, or to vectors with another mark.
+            AlreadyExistsError: The name belongs to other data, or to vectors of another map or
+                model.
             InvalidInputError: The store cannot hold such vectors, or the name is not valid.
             CannotWriteError: The store cannot be written.
             BusyError: Others hold the store.
@@ -555,9 +557,9 @@ class Reversible(Source, Protocol):
             NotPermittedError: The server refuses the user.
         """
 
-    def read_migration_mark(self, column: str) -> str | None:
-        """Return the mark of new vectors (see Target); None if the name has none, does not exist,
-        or a flip has taken place.
+    def read_migration_digest(self, column: str) -> str | None:
+        """Return the digest of the map or model of new vectors (see Target); None if the name has
+        none, does not exist, or a flip has taken place.
 
         Raises:
             NotPermittedError: The server refuses the user.
@@ -565,8 +567,9 @@ class Reversible(Source, Protocol):
             BusyError: Others hold the store, or its server has too many requests.
         """
 
-    def flip_mark(self) -> str | None:
-        """Return the mark of the source's own vectors; None if no flip put them there.
+    def flip_digest(self) -> str | None:
+        """Return the digest of the map or model that computed the source's own vectors; None if no
+        flip put them there.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -575,15 +578,15 @@ class Reversible(Source, Protocol):
         """
 
     def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        """Return whether the store has flipped to the vectors with a mark.
+        """Return whether the store has flipped to the vectors of a map or model.
 
         Args:
-            computer_digest: Mark of the new vectors (see Target).
+            computer_digest: Digest of the map or model that computes the new vectors.
 
         Returns:
             "old": no flip has taken place. "flipped": these vectors have the source's name, and the
             old ones still exist. "finished": the old ones were dropped. "unknown": a flip has taken
-            place, but the vectors have another mark or none.
+            place, but the vectors have another digest or none.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -993,7 +996,7 @@ def file_permissions(path: Path) -> int:
         ) from error
 
 
-def read_mark(path: Path) -> object:
+def read_vector_record(path: Path) -> object:
     """Read the JSON file that records the map of new vectors.
 
     A folder in its place counts as no file.

@@ -152,7 +152,9 @@ def named_path(text: str) -> Path:
         ArgumentTypeError: the word is empty; it would mean the current folder.
     """
     if not text:
-        raise argparse.ArgumentTypeError("expected a path, got an empty name")
+        raise argparse.ArgumentTypeError(
+            "expected a path, got an empty text; name a file or folder"
+        )
     return Path(text)
 
 
@@ -175,7 +177,9 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is not in the range {least} to {most}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {least} to {most}, got {value}"
+            )
         return value
 
     return number

@@ -241,7 +241,8 @@ def is_model2vec(folder: Path) -> bool:
         ) from error
     except (ValueError, RecursionError, OverflowError, MemoryError) as error:
         raise InvalidInputError(
-            f"{file}: cannot be read as safetensors ({error}); download or save the model again"
+            f"{file}: expected weights in the format safetensors, found a file that cannot be read "
+            f"as such ({error}); download the model again, or save the model again with its library"
         ) from error
     return "embeddings" in names
 

@@ -851,7 +851,7 @@ class Trust:
         releases = sorted((number, path) for number, path in numbers if number is not None)
         return {number: withdrawal_reason(targets[path]) for number, path in releases}
 
-    def is_offered_to(self, release: int, device: str) -> bool:
+    def is_offered_to(self, release: int, device_id: str) -> bool:
         """Tell whether a release is offered to a device.
 
         Whether it was withdrawn is not considered. The answer for one device and share is always
@@ -859,12 +859,12 @@ class Trust:
 
         Args:
             release: Number of the release.
-            device: The random id of the device.
+            device_id: The random id of the device.
 
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return is_in_share(share_digest(release, device), self.offered_share(release))
+        return is_in_share(share_digest(release, device_id), self.offered_share(release))
 
     def offered_share(self, release: int) -> float:
         """Return the share of devices that a release is offered to, 0 to 1; 1 without a declared
@@ -878,14 +878,14 @@ class Trust:
         """
         return read_offered_share(self.signed_entry(manifest_path(release)))
 
-    def newest_release(self, device: str | None = None) -> int | None:
+    def newest_release(self, device_id: str | None = None) -> int | None:
         """Return the newest usable release: not withdrawn, and this program can use it.
 
         Its manifest is fetched unless it is stored, and so are those of newer releases that cannot
         be used.
 
         Args:
-            device: Prefer the newest release that is offered to the device with this id. Without
+            device_id: Prefer the newest release that is offered to the device with this id. Without
                 one, the newest of the others counts. None for no preference.
 
         Returns:
@@ -902,7 +902,7 @@ class Trust:
         """
         unfit: UnfitError | None = None
         good = [n for n, reason in self.releases().items() if reason is None]
-        first = [n for n in good if device is None or self.is_offered_to(n, device)]
+        first = [n for n in good if device_id is None or self.is_offered_to(n, device_id)]
         for release in sorted(first, reverse=True) + sorted(set(good) - set(first), reverse=True):
             try:
                 return self.manifest(release).release
@@ -1199,7 +1199,7 @@ def refuse_withdrawn_converter(trust: Trust, converter_number: int) -> None:
         )
 
 
-def download_converter_manifest(trust: Trust, number: int, folder: Path) -> Converter:
+def download_converter_manifest(trust: Trust, converter_number: int, folder: Path) -> Converter:
     """Download and parse the manifest of a converter.
 
     The file is fetched once and then read offline; its digest is checked at each call. Whether the
@@ -1208,7 +1208,7 @@ def download_converter_manifest(trust: Trust, number: int, folder: Path) -> Conv
 
     Args:
         trust: The publication.
-        number: Number of the converter.
+        converter_number: Number of the converter.
         folder: Where to put the file.
 
     Raises:
@@ -1222,15 +1222,15 @@ def download_converter_manifest(trust: Trust, number: int, folder: Path) -> Conv
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         OSError: An existing file or partial download cannot be read.
     """
-    path = converter_manifest_path(number)
+    path = converter_manifest_path(converter_number)
     try:
         trust.signed_entry(path)
     except NotFoundError as error:
         raise NotFoundError(
-            f"converter {number} is not in this publication, which has "
+            f"converter {converter_number} is not in this publication, which has "
             f"{describe_published_converters(trust)}; check the number"
         ) from error
-    return parse_converter(trust.download(path, folder).read_bytes(), number)
+    return parse_converter(trust.download(path, folder).read_bytes(), converter_number)
 
 
 def download_converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
@@ -1274,15 +1274,15 @@ class Publication:
     withdrawn_releases: frozenset[int]
 
 
-def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
+def read_publication(model_repo: Path, state_folder: Path | None = None) -> Publication:
     """Read the manifests of a publication folder, after checking every file.
 
     Withdrawn releases are included. Models are not loaded. Reads every file of every release whole.
 
     Args:
         model_repo: The publication folder. Without `timestamp.json` in it, the result is empty.
-        state: Folder of the trusted state, made if missing; None: a temporary one, so that the
-            folder's own root metadata is trusted.
+        state_folder: Folder of the trusted state, made if missing; None: a temporary one, so that
+            the folder's own root metadata is trusted.
 
     Raises:
         VerificationError: A file or signature is wrong, an unsigned file lies in a model's folder,
@@ -1296,7 +1296,7 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
-    with nullcontext(state) if state else tempfile.TemporaryDirectory() as place:
+    with nullcontext(state_folder) if state_folder else tempfile.TemporaryDirectory() as place:
         folder = TrustedFolder(model_repo, Path(place))
         folder.refresh()
         reasons = folder.releases()

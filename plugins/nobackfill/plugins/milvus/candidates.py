@@ -55,7 +55,7 @@ class Candidates:
         # Tables known to have more than SMALL rows.
         self._large: set[str] = set()
 
-    def rows(
+    def find_candidates(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: SqlCondition, ef: int,
     ) -> list[Any] | None:  # fmt: skip

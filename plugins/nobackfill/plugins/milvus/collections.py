@@ -254,19 +254,19 @@ class Collections:
         return int(rows[0]["count(*)"])
 
     def matching_labels(
-        self, name: str, expression: str, most: int, since: int | None = None
+        self, name: str, expression: str, max_count: int, since: int | None = None
     ) -> list[int] | None:
         """Return the labels of all rows that pass an expression.
 
         Args:
             name: the collection.
             expression: a Milvus expression; empty: all rows.
-            most: the largest number of labels, 1 to 16,383.
+            max_count: the largest number of labels, 1 to 16,383.
             since: a timestamp that `upsert` returned: rows written until then are visible. None:
                 all rows written before the call are visible.
 
         Returns:
-            The labels in any order; None if there are more than `most`.
+            The labels in any order; None if there are more than `max_count`.
 
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, as for a
@@ -274,11 +274,11 @@ class Collections:
         """
         rows = _call_milvus(
             lambda: self._client.query(
-                name, filter=expression, output_fields=["id"], limit=most + 1,
+                name, filter=expression, output_fields=["id"], limit=max_count + 1,
                 timeout=_TIMEOUT_S, **_consistency_arguments(since),
             )
         )  # fmt: skip
-        return None if len(rows) > most else [int(row["id"]) for row in rows]
+        return None if len(rows) > max_count else [int(row["id"]) for row in rows]
 
     def search(
         self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int,

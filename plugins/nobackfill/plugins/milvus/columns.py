@@ -228,12 +228,12 @@ def collection_prefix(database: str) -> str:
     return f"{_OURS}{database}_"
 
 
-def collection_name(database: str, schema: str, number: int) -> str:
+def collection_name(database: str, schema: str, space_number: int) -> str:
     """Return the name of the collection of a space.
 
     Args:
         database: the id of the database, from `database_id`.
         schema: the gallery's schema, nobackfill_<number>.
-        number: the number of the space, which is never reused.
+        space_number: the number of the space, which is never reused.
     """
-    return f"{collection_prefix(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"
+    return f"{collection_prefix(database)}{schema.removeprefix(_OURS)}_{space_number:d}_{_LAYOUT}"

@@ -40,14 +40,14 @@ log = structlog.get_logger("server.stores")
 class MilvusGallery(PostgresqlGallery):
     """A gallery in PostgreSQL with a journal of changes for Milvus."""
 
-    def __init__(self, database: Database, number: int) -> None:
+    def __init__(self, database: Database, gallery_number: int) -> None:
         """Open a gallery; start its journal if it is missing or lacks a space.
 
         All vectors of such a space are then pending. A started journal is logged.
 
         Args:
             database: the database.
-            number: the number of the gallery.
+            gallery_number: the number of the gallery.
 
         Raises:
             NotFoundError: there is no such gallery.
@@ -56,10 +56,10 @@ class MilvusGallery(PostgresqlGallery):
             CannotWriteError: the database cannot write.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
-        super().__init__(database, number)
+        super().__init__(database, gallery_number)
         if not database.read(lambda connection: journal.covers_all_spaces(connection, self.schema)):
             database.write(lambda connection: journal.begin_journal(connection, self.schema))
-            log.info("Milvus gets all vectors of a gallery", gallery=number)
+            log.info("Milvus gets all vectors of a gallery", gallery=gallery_number)
 
     @staticmethod
     def begin_journal(gallery: PostgresqlGallery) -> None:

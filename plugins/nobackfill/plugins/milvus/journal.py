@@ -218,7 +218,7 @@ def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[
     ]
 
 
-def set_fed_until(connection: Connection, schema: str, number: int, moment: int) -> None:
+def set_fed_until(connection: Connection, schema: str, space_number: int, moment: int) -> None:
     """Record the time, by Milvus' clock, until which a space was fed, in place of the last one.
 
     An earlier time replaces a later one, too. The caller commits.
@@ -226,7 +226,7 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
     Args:
         connection: in a transaction.
         schema: the gallery's schema.
-        number: the number of the space.
+        space_number: the number of the space.
         moment: the timestamp of the last write.
 
     Raises:
@@ -236,17 +236,17 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
         connection,
         f"INSERT INTO {schema}.told VALUES (%s, %s)"
         " ON CONFLICT (number) DO UPDATE SET moment = excluded.moment",
-        [number, moment],
+        [space_number, moment],
     )
 
 
-def fed_until(connection: Connection, schema: str, number: int) -> int | None:
+def fed_until(connection: Connection, schema: str, space_number: int) -> int | None:
     """Return the time, by Milvus' clock, until which a space was fed.
 
     Args:
         connection: a connection to the database.
         schema: the gallery's schema, which has a journal.
-        number: the number of the space.
+        space_number: the number of the space.
 
     Returns:
         The timestamp of the last write; None if the space was never fed, or must be fed again.
@@ -255,13 +255,18 @@ def fed_until(connection: Connection, schema: str, number: int) -> int | None:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     row = execute(
-        connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
+        connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [space_number]
     ).fetchone()
     return None if row is None else int(row[0])
 
 
 def pending_labels(
-    connection: Connection, schema: str, number: int, most: int, *, described: bool = False
+    connection: Connection,
+    schema: str,
+    space_number: int,
+    max_count: int,
+    *,
+    described: bool = False,
 ) -> Labels:
     """Return pending labels of a space.
 
@@ -270,8 +275,8 @@ def pending_labels(
     Args:
         connection: a snapshot of the database.
         schema: the gallery's schema.
-        number: the number of the space.
-        most: at most one more label than this is returned.
+        space_number: the number of the space.
+        max_count: at most one more label than this is returned.
         described: include labels of which only the metadata changed.
 
     Returns:
@@ -282,7 +287,7 @@ def pending_labels(
     """
     filtering = "" if described else " AND NOT described"
     query = f"SELECT label FROM {schema}.pending WHERE number = %s{filtering} LIMIT %s"
-    return label_column(execute(connection, query, [number, most + 1]))
+    return label_column(execute(connection, query, [space_number, max_count + 1]))
 
 
 def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> list[str]:

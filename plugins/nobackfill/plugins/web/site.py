@@ -97,7 +97,7 @@ class Site:
         self,
         path: str,
         page: Action,
-        most: int = MOST_FORM_BYTES,
+        most_bytes: int = MOST_FORM_BYTES,
         check: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Add an action that a browser posts to.
@@ -107,15 +107,15 @@ class Site:
         Args:
             path: the path in the site, as starlette writes routes.
             page: gets the request and its body, and makes the response, on a thread.
-            most: the largest body in bytes; a larger one gets the status 413. It must arrive within
-                60 s, or it gets the status 422.
+            most_bytes: the largest body in bytes; a larger one gets the status 413. It must arrive
+                within 60 s, or it gets the status 422.
             check: runs first, in the event loop, so it must not block; if it raises, the body is
                 not read.
         """
 
         async def endpoint(request: Request) -> Response:
             check(request)
-            return await run_in_threadpool(page, request, await _read_body(request, most))
+            return await run_in_threadpool(page, request, await _read_body(request, most_bytes))
 
         self._routes.append(Route(path, endpoint, methods=["POST"]))
 

@@ -63,7 +63,7 @@ class ComparisonThread:
         self._bytes = 0
         self._pool = ThreadPoolExecutor(1, "canary", initializer=lower_thread_priority)
 
-    def enqueue(self, work: Callable[[], None], size: int) -> bool:
+    def enqueue(self, work: Callable[[], None], byte_count: int) -> bool:
         """Queue work, without waiting.
 
         At most 64 works and 64 MiB wait or run. Any thread may call it. An error of the work is
@@ -71,21 +71,21 @@ class ComparisonThread:
 
         Args:
             work: the work; it runs later, in the thread of comparisons.
-            size: bytes that it holds in memory.
+            byte_count: bytes that it holds in memory.
 
         Returns:
             False if too much waits, or no thread is left; the work is then not done.
         """
         with self._lock:
-            if self._waiting >= _MAX_WAITING or self._bytes + size > _MAX_BYTES:
+            if self._waiting >= _MAX_WAITING or self._bytes + byte_count > _MAX_BYTES:
                 return False
             self._waiting += 1
-            self._bytes += size
+            self._bytes += byte_count
         try:
-            self._pool.submit(self._run_comparison, work, size)
+            self._pool.submit(self._run_comparison, work, byte_count)
         except RuntimeError:
             # The system has no thread left, or the gateway is stopping.
-            self._release_bytes(size)
+            self._release_bytes(byte_count)
             return False
         return True
 
@@ -356,7 +356,7 @@ class CanaryAnswerer:
             answer = single_answer(self.old_answerer.answer(hosted, request))
         answer = replace(answer, request_id=call.request_id)
         seconds = time.monotonic() - began
-        is_slow = comparison.count_answer(canary, answer, seconds, caller, new=by_new)
+        is_slow = comparison.count_answer(canary, answer, seconds, caller, is_new_pair=by_new)
 
         def compare() -> None:
             mirrored.compare(answer)
@@ -461,7 +461,7 @@ class _Trial:
             if isinstance(error, DeadlineError):
                 took = time.monotonic() - began
                 if self.comparison.count_timeout(
-                    self.canary, allowance, took, self.caller, single=single
+                    self.canary, allowance, took, self.caller, is_single_query=single
                 ):
                     self.timeout = allowance
             elif _is_evidence(error, self.query):

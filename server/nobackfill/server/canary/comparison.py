@@ -297,7 +297,13 @@ class CanaryComparison:
         self._ended: tuple[CanaryState, str] | None = None
 
     def count_answer(
-        self, canary: Canary, answer: SearchResult, seconds: float, caller: "Caller", *, new: bool
+        self,
+        canary: Canary,
+        answer: SearchResult,
+        seconds: float,
+        caller: "Caller",
+        *,
+        is_new_pair: bool,
     ) -> bool:
         """Count an answer that a caller got.
 
@@ -311,16 +317,16 @@ class CanaryComparison:
             answer: the answer.
             seconds: its duration as the caller saw it.
             caller: the caller.
-            new: True if the new pair answered.
+            is_new_pair: True if the new pair answered.
 
         Returns:
             True if the new pair may have been too slow. Then the query is to be run on both pairs,
             and their times given to `count_rerun`.
         """
         with self._lock:
-            self._pair_figures(new).count_answer(answer, seconds)
-            self._record_session(canary, answer, caller.canary_key, new=new)
-            if not new:
+            self._pair_figures(is_new_pair).count_answer(answer, seconds)
+            self._record_session(canary, answer, caller.canary_key, new=is_new_pair)
+            if not is_new_pair:
                 self._update_p99()
                 return False
             self._errors.add_outcome(False, canary.most_errors)
@@ -379,7 +385,13 @@ class CanaryComparison:
         return half if p99 is None else max(half, min(remaining * 3 / 4, remaining - 2 * p99))
 
     def count_timeout(
-        self, canary: Canary, allowance: float, elapsed: float, caller: "Caller", *, single: bool
+        self,
+        canary: Canary,
+        allowed_seconds: float,
+        elapsed_seconds: float,
+        caller: "Caller",
+        *,
+        is_single_query: bool,
     ) -> bool:
         """Count a query that the new pair did not answer in its time, and the old one then
         answered.
@@ -392,26 +404,26 @@ class CanaryComparison:
 
         Args:
             canary: the settings.
-            allowance: seconds that the new pair had.
-            elapsed: seconds that the old pair took.
+            allowed_seconds: seconds that the new pair had.
+            elapsed_seconds: seconds that the old pair took.
             caller: the caller.
-            single: True for a call of one query.
+            is_single_query: True for a call of one query.
 
         Returns:
             True if the query is to be run again on both pairs, as in `count_answer`.
         """
         with self._lock:
-            of_latency = single and self._p99 is not None
-            enough = max(_MIN_WAIT_SECONDS, canary.largest_p99_ratio * elapsed)
-            if single and self._p99 is not None:
+            of_latency = is_single_query and self._p99 is not None
+            enough = max(_MIN_WAIT_SECONDS, canary.largest_p99_ratio * elapsed_seconds)
+            if is_single_query and self._p99 is not None:
                 enough = canary.largest_p99_ratio * self._p99
-            if allowance < enough:
+            if allowed_seconds < enough:
                 return False
             self._new.query_count += 1
             self._new.error_count += 1
-            if single:
+            if is_single_query:
                 # A lower limit: the query would have taken longer.
-                self._new.recent_latencies.append(allowance)
+                self._new.recent_latencies.append(allowed_seconds)
             if of_latency:
                 return self._counts_for_latency(caller)
             self._errors.add_outcome(True, canary.most_errors)
@@ -546,7 +558,7 @@ class CanaryComparison:
         # A query that began under older settings may belong to the other pair now.
         if (canary.share, canary.shadow) == assignment:
             items = [hit.item.id for hit in answer.hits]
-            self._sessions.count_answer(key, answer.request_id, items, new=new)
+            self._sessions.count_answer(key, answer.request_id, items, is_new_pair=new)
 
     def _pair_figures(self, new: bool) -> AnsweredFigures:
         return self._new if new else self._old

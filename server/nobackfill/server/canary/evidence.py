@@ -30,22 +30,22 @@ class CanaryEvidence:
         # Capital of all bettors by stake; those of one stake win and lose alike from here on.
         self._capitals = [0.0] * len(_STAKES)
 
-    def add_outcome(self, outcome: bool, bound: float) -> None:
+    def add_outcome(self, is_bad: bool, max_probability: float) -> None:
         """Count an outcome.
 
         It is not thread-safe. A capital never grows beyond 1e250.
 
         Args:
-            outcome: True if the bad event happened.
-            bound: highest probability of True under the hypothesis, given all earlier outcomes. A
-                bound outside 0 to 1, or at either end, is ignored.
+            is_bad: True if the bad event happened.
+            max_probability: highest probability of True under the hypothesis, given all earlier
+                outcomes. A bound outside 0 to 1, or at either end, is ignored.
         """
-        if not 0 < bound < 1:
+        if not 0 < max_probability < 1:
             return
         self._outcomes += 1
         endowment = 1 / (self._outcomes * (self._outcomes + 1)) / len(_STAKES)
         for i, stake in enumerate(_STAKES):
-            gain = 1 + stake * (outcome - bound) / bound
+            gain = 1 + stake * (is_bad - max_probability) / max_probability
             self._capitals[i] = min(_LARGEST, (self._capitals[i] + endowment) * gain)
 
     @property

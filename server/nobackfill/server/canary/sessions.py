@@ -46,7 +46,9 @@ class CanarySessions:
         # often.
         self.evidence = {kind: CanaryEvidence() for kind in FEEDBACK_KINDS}
 
-    def count_answer(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
+    def count_answer(
+        self, caller_digest: int, request_id: str, items: Sequence[str], *, is_new_pair: bool
+    ) -> None:
         """Record an answer that its caller got.
 
         If a key changes its pair, its session begins again without feedback. Beyond 100,000
@@ -54,19 +56,19 @@ class CanarySessions:
         hits. A repeated `request_id` replaces the earlier answer. The caller holds the lock.
 
         Args:
-            key: digest of the caller's key.
+            caller_digest: digest of the caller's key.
             request_id: id of the answer, for later feedback.
             items: ids of the hits, best first.
-            new: True if the new pair answered.
+            is_new_pair: True if the new pair answered.
         """
-        session = self._sessions.get(key)
-        if session is None or session.new is not new:
-            self._forget(key)
-            self._sessions[key] = _CanarySession(new)
-            self.session_counts[new] += 1
+        session = self._sessions.get(caller_digest)
+        if session is None or session.new is not is_new_pair:
+            self._forget(caller_digest)
+            self._sessions[caller_digest] = _CanarySession(is_new_pair)
+            self.session_counts[is_new_pair] += 1
             if len(self._sessions) > _MAX_SESSIONS:
                 self._forget(next(iter(self._sessions)))
-        self._answers[request_id] = key, array("q", map(hash, items[:_MAX_ITEMS]))
+        self._answers[request_id] = caller_digest, array("q", map(hash, items[:_MAX_ITEMS]))
         self._answers.move_to_end(request_id)
         if len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)

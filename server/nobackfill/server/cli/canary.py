@@ -110,7 +110,7 @@ def start(
             old_space_seconds=int(numbers["old_space_seconds"]),
             canary=canary,
         )
-        print_activation_progress(number, events, as_json, canary=True)
+        print_activation_progress(number, events, as_json, is_canary=True)
 
 
 @canary_commands.command(
@@ -155,7 +155,7 @@ def step(
                 f"promote {number}`"
             )
         print_activation_progress(
-            number, gateway.activate(number, canary=canary), as_json, canary=True
+            number, gateway.activate(number, canary=canary), as_json, is_canary=True
         )
 
 
@@ -213,7 +213,8 @@ def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Ca
     """
     if bool(steps) != bool(every):
         raise typer.BadParameter(
-            "expected --steps and --every together, as --steps 25,100 --every 10m, got one of them"
+            "expected --steps and --every together, as --steps 25,100 --every 10m, got one of "
+            "them; give both or neither"
         )
     shares = [_share(one, "--steps") for one in steps.split(",")] if steps else []
     if share is not None:
@@ -223,7 +224,7 @@ def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Ca
     if not shares:
         raise typer.BadParameter(
             "expected a share of the callers, as --share 5%, or --steps 5,25,100 --every 10m; got "
-            "neither"
+            "neither, so give one of them"
         )
     canary = pb.Canary(share=shares[0], steps=shares[1:])
     if every:

@@ -187,7 +187,7 @@ def export(
                 )
             with closing(storage.galleries.open(gallery)) as hosted:
                 exported = exporting.export(
-                    hosted.store, out, release or (), native=native, side=side
+                    hosted.store, out, release or (), native_only=native, with_side=side
                 )
         rows = [["release", "vectors", "file"]]
         rows += [[str(number), str(count), str(out / f"release-{number}.parquet")]

@@ -56,13 +56,13 @@ _PHASE = release_pb2.Phase.Name
 
 
 @contextmanager
-def connect(server: str) -> Iterator[Gateway]:
+def connect(address: str) -> Iterator[Gateway]:
     """Connect to a gateway for the length of a block.
 
     Credentials come from the variables NOBACKFILL_*_FILE.
 
     Args:
-        server: one address, or several with commas, of which the first that answers is used. One
+        address: one address, or several with commas, of which the first that answers is used. One
             address is first called by the block, and its calls are not retried.
 
     Raises:
@@ -70,8 +70,8 @@ def connect(server: str) -> Iterator[Gateway]:
         NotPermittedError: several are named, and the one that answers refuses the token.
         ConfigurationError: the address has another form, or a credential file cannot be used.
     """
-    several = "," in server
-    with Gateway(server, retries=several) as gateway:
+    several = "," in address
+    with Gateway(address, retries=several) as gateway:
         if several:
             gateway.list_releases()
         yield gateway
@@ -208,11 +208,11 @@ def activate(
 
 
 def print_activation_progress(
-    number: int,
+    release: int,
     events: Iterable[pb.ActivateReleaseResponse],
     as_json: bool,
     *,
-    canary: bool = False,
+    is_canary: bool = False,
 ) -> None:
     """Print the progress of an activation to stderr, and its last event to stdout; blocks until it
     ends.
@@ -220,20 +220,20 @@ def print_activation_progress(
     Errors of the call pass through, also when the activation fails.
 
     Args:
-        number: the release that is activated.
+        release: the release that is activated.
         events: the answers of the call ActivateRelease, read to the end.
         as_json: print the last event as JSON, not as a table.
-        canary: return once a canary has begun, not only when the activation ends.
+        is_canary: return once a canary has begun, not only when the activation ends.
     """
     event = pb.ActivateReleaseResponse()
     for event in events:
         progress = f" {event.done}/{event.total}" if event.total else ""
         text = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
         typer.echo(escape_control(text.rstrip()), err=True)
-        if canary and event.phase == pb.PHASE_CANARY:
+        if is_canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
-    rows = [["release", outcome], [str(number), event.message or "none"]]
+    rows = [["release", outcome], [str(release), event.message or "none"]]
     print_result(as_json, message_to_json(event), rows)
 
 

@@ -262,23 +262,23 @@ class ItemQuota:
     galleries: frozenset[str]
     max_items: int
 
-    def check(self, present: int, new: int) -> None:
+    def check(self, stored_count: int, new_count: int) -> None:
         """Check that new items fit.
 
         Reaching the limit exactly is allowed.
 
         Args:
-            present: items that the galleries have.
-            new: items to be added; 0 always fits.
+            stored_count: items that the galleries have.
+            new_count: items to be added; 0 always fits.
 
         Raises:
             ItemQuotaError: there would be too many items.
         """
-        if new and present + new > self.max_items:
+        if new_count and stored_count + new_count > self.max_items:
             raise ItemQuotaError(
                 f"expected at most {self.max_items} items in {join_few(sorted(self.galleries))} "
-                f"for this token, found {present} and {new} new ones; delete some items, or ask "
-                "the operator to raise items=N in the tokens file"
+                f"for this token, found {stored_count} and {new_count} new ones; delete some "
+                "items, or ask the operator to raise items=N in the tokens file"
             )
 
 

@@ -683,7 +683,7 @@ log = structlog.get_logger("server.survival")
 
 
 @contextmanager
-def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
+def error_boundary(metrics: Metrics, thread_label: str) -> Iterator[None]:
     """Log and count an unexpected error in one turn of a thread's work, so that the thread goes on.
 
     The error ends the block, and is not raised; the log has its traceback. KeyboardInterrupt and
@@ -691,11 +691,11 @@ def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
 
     Args:
         metrics: counts the error.
-        thread: label of nobackfill_unforeseen_errors_total: a fixed word, never a name from
+        thread_label: label of nobackfill_unforeseen_errors_total: a fixed word, never a name from
             outside.
     """
     try:
         yield
     except Exception as error:
-        log.exception("unexpected error, going on", thread=thread, error=type(error).__name__)
-        metrics.unexpected_errors.labels(thread).inc()
+        log.exception("unexpected error, going on", thread=thread_label, error=type(error).__name__)
+        metrics.unexpected_errors.labels(thread_label).inc()

@@ -190,19 +190,19 @@ class Certificates:
     replaced, the last good ones stay in use.
     """
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
         """Read the files.
 
         Args:
-            cert: the certificate, with those that it needs (PEM).
-            key: its private key (PEM), not encrypted.
-            client_ca: authority of client certificates (PEM); None requires none of clients.
+            cert_file: the certificate, with those that it needs (PEM).
+            key_file: its private key (PEM), not encrypted.
+            client_ca_file: authority of client certificates (PEM); None requires none of clients.
 
         Raises:
             ConfigurationError: a file cannot be read, is not valid, or changes meanwhile, or the
                 key is encrypted or does not belong to the certificate.
         """
-        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._cert, self._key, self._client_ca = cert_file, key_file, client_ca_file
         self._lock = threading.Lock()
         self._trouble = ""
         self._stamp, self._configuration = self._read()
@@ -556,19 +556,19 @@ class GrpcListener:
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def set_health(self, *, embedding: bool, set_aside: Iterable[str]) -> None:
+    def set_health(self, *, can_embed: bool, set_aside: Iterable[str]) -> None:
         """Set the health of all services; "" is the gateway's own. Does nothing once `stop` has
         begun. Call it from one thread at a time.
 
         Args:
-            embedding: models can embed; services that embed are not serving otherwise. The
+            can_embed: models can embed; services that embed are not serving otherwise. The
                 gateway's own health does not depend on it.
             set_aside: galleries that are set aside; each is reported as gallery/NAME until a call
                 leaves it out, then as unknown.
         """
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
-            is_serving = embedding or name not in EMBEDDING_SERVICES
+            is_serving = can_embed or name not in EMBEDDING_SERVICES
             self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
         for name in self._set_aside:
             self._health.set(f"gallery/{name}", status.SERVICE_UNKNOWN)

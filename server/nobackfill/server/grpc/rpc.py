@@ -164,13 +164,13 @@ class Lane:
         # One thread from the start, so that queued work always runs.
         self._pool.submit(int)
 
-    def enter(self, caller: str, role: Role) -> None:
+    def enter(self, caller_name: str, role: Role) -> None:
         """Take a place, without waiting; `leave` must follow, but not after an error.
 
         Any thread may call it.
 
         Args:
-            caller: name of the caller's token, or its address.
+            caller_name: name of the caller's token, or its address.
             role: its role.
 
         Raises:
@@ -178,14 +178,14 @@ class Lane:
                 other roles.
         """
         with self._lock:
-            if self._callers[caller] >= self._caller_limit or not self._has_place(role):
+            if self._callers[caller_name] >= self._caller_limit or not self._has_place(role):
                 kind = self.name if self.name.endswith("s") else f"{self.name} calls"
                 raise OverloadedError(
                     f"expected at most {self.size.capacity} {kind} at once and "
                     f"{self._caller_limit} of one caller, got more; try again with a growing delay"
                 )
             self._occupied += 1
-            self._callers[caller] += 1
+            self._callers[caller_name] += 1
             self._roles[role] += 1
 
     def _has_place(self, role: Role) -> bool:
@@ -206,14 +206,14 @@ class Lane:
         """
         return self._occupied + queued_count < self.size.capacity
 
-    def leave(self, caller: str, role: Role) -> None:
+    def leave(self, caller_name: str, role: Role) -> None:
         """Release a place that `enter` took for the same caller and role; once for each `enter`."""
         with self._lock:
             self._occupied -= 1
             self._roles[role] -= 1
-            self._callers[caller] -= 1
-            if not self._callers[caller]:
-                del self._callers[caller]
+            self._callers[caller_name] -= 1
+            if not self._callers[caller_name]:
+                del self._callers[caller_name]
 
     def run(self, work: Callable[[], object]) -> None:
         """Run work on the next free thread, for a call that has a place; does not wait.

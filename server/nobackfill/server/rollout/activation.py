@@ -818,12 +818,12 @@ def check_canary(canary: Canary) -> None:
     if not (shares[0] > 0 and shares[-1] <= 1 and grows):
         raise InvalidInputError(
             "canary: expected shares of the callers above 0 and at most 1, each step larger than "
-            f"the one before, got {', '.join(f'{share:g}' for share in shares)}"
+            f"the one before, got {', '.join(f'{share:g}' for share in shares)}; correct the shares"
         )
     if not 0 <= canary.every_s <= _MAX_STEP_SECONDS or (canary.steps and not canary.every_s):
         raise InvalidInputError(
             f"canary: expected more than 0 seconds between steps, and at most "
-            f"{_MAX_STEP_SECONDS:,}, got {canary.every_s:g}"
+            f"{_MAX_STEP_SECONDS:,}, got {canary.every_s:g}; correct the time between steps"
         )
     # An infinite bound could not be read back from the state.
     if not (0 < canary.most_errors < 1 and 0 < canary.largest_p99_ratio < math.inf):

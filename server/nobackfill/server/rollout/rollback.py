@@ -68,27 +68,27 @@ class Rollbacks:
         self._was_planned = True
         return self._report_losses()
 
-    def roll_back(self, to: int | None) -> RollbackReport:
+    def roll_back(self, to_release: int | None) -> RollbackReport:
         """Cancel the activation under way, and let an earlier release answer again in all
         galleries.
 
-        A repeated call changes nothing: with `to`, once that release answers; without it, for five
-        minutes, unless a rollback was planned or an activation has begun. A model server that is
-        away loads the release's models when it returns.
+        A repeated call changes nothing: with `to_release`, once that release answers; without it,
+        for five minutes, unless a rollback was planned or an activation has begun. A model server
+        that is away loads the release's models when it returns.
 
         Puts wait during the switch. Returns once no call uses the old plans, or after 120 s for
         each. An activation that was cancelled does not continue, also if the rollback then fails.
 
         Args:
-            to: the release to return to; None means the previous one.
+            to_release: the release to return to; None means the previous one.
 
         Returns:
             The result, with the items that were lost.
 
         Raises:
             BusyError: another rollback, activation or retirement takes more than five seconds.
-            PreconditionError: a rollback does not lead to `to`, or there is no release to return
-                to.
+            PreconditionError: a rollback does not lead to `to_release`, or there is no release to
+                return to.
             UnavailableError: the models cannot be loaded, or the database does not answer. After an
                 error that follows the switch, the earlier release answers.
             CannotWriteError: the state cannot be written.
@@ -102,7 +102,9 @@ class Rollbacks:
         """
         with self._activations.block_activations():
             return self._return_to(
-                self._state.active_release() if self._is_repeated(to) else self._prepare_target(to)
+                self._state.active_release()
+                if self._is_repeated(to_release)
+                else self._prepare_target(to_release)
             )
 
     def stop_canary(self, release: int) -> RollbackReport:

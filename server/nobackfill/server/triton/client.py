@@ -42,25 +42,25 @@ _PAUSE_S = 60.0
 class SharedRegion:
     """Hold memory that Triton has mapped under `name`."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, byte_count: int) -> None:
         """Create the memory as a file in /dev/shm that only this user can open; the caller unlinks
         its `path`.
 
         Args:
             name: its name.
-            size: its size in bytes, at least 1.
+            byte_count: its size in bytes, at least 1.
 
         Raises:
             OSError: it cannot be created, the name is in use, or there is no room; no file is left.
         """
         self.name = name
-        self.size = size
+        self.size = byte_count
         self.path = _SHM / name
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Without this, a write without room would kill the process.
-            os.posix_fallocate(file, 0, size)
-            self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+            os.posix_fallocate(file, 0, byte_count)
+            self._memory = np.frombuffer(mmap.mmap(file, byte_count), np.uint8)
         except BaseException:
             self.path.unlink()
             raise
@@ -104,7 +104,7 @@ class SharedMemory:
         self._off_until = 0.0
         self._swept = False
 
-    def acquire_region(self, size: int) -> SharedRegion | None:
+    def acquire_region(self, byte_count: int) -> SharedRegion | None:
         """Return a region for so many bytes, which the caller alone uses until `release_region`.
 
         If no free one is large enough, a region is created and mapped by Triton: some calls, each
@@ -112,17 +112,17 @@ class SharedMemory:
         Triton is away.
 
         Args:
-            size: number of bytes.
+            byte_count: number of bytes.
 
         Returns:
             The region, which may be larger. None below 32 KiB or above 16 MiB, if both regions are
             in use, or if one cannot be created now or in the last minute. A message then carries
             the pixels.
         """
-        if not _MIN_BYTES <= size <= _MAX_BYTES or time.monotonic() < self._off_until:
+        if not _MIN_BYTES <= byte_count <= _MAX_BYTES or time.monotonic() < self._off_until:
             return None
         with self._lock:
-            fitting = next((region for region in self._free if region.size >= size), None)
+            fitting = next((region for region in self._free if region.size >= byte_count), None)
             if fitting is not None:
                 self._free.remove(fitting)
                 self._lent.add(fitting)
@@ -134,7 +134,7 @@ class SharedMemory:
             name = names.pop()
         region = None
         try:
-            region = self._create(name, size)
+            region = self._create(name, byte_count)
         finally:
             with self._lock:
                 if region is None:
@@ -491,13 +491,13 @@ class TritonClient:
         self._channel.close()
 
 
-def remote_client(address: str, ca: Path | None, token_file: Path | None) -> TritonClient:
+def remote_client(address: str, ca_file: Path | None, token_file: Path | None) -> TritonClient:
     """Make a client of a Triton that the gateway did not start; does not wait for it.
 
     Args:
         address: HOST:PORT, without TLS, or grpcs://HOST:PORT.
-        ca: file with the certificate of its authority (PEM); None means those of the system. Unused
-            without TLS.
+        ca_file: file with the certificate of its authority (PEM); None means those of the system.
+            Unused without TLS.
         token_file: file with a token, without the space around it; None or an empty file means no
             token.
 
@@ -506,7 +506,7 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
         ValueError: without TLS, the address has another form.
     """
     credentials = (
-        grpc.ssl_channel_credentials(_read_ascii_file(ca)) if address.startswith(TLS) else None
+        grpc.ssl_channel_credentials(_read_ascii_file(ca_file)) if address.startswith(TLS) else None
     )
     token = _read_ascii_file(token_file)
     return TritonClient(

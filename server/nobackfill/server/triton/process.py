@@ -99,7 +99,7 @@ class MissedProbes:
         return share
 
 
-def group_processor_s(group: int) -> float:
+def group_processor_s(process_group: int) -> float:
     """Return for how long (seconds) the living processes of a group wanted a processor.
 
     That is the time they ran, and the time their threads waited in a run queue where the kernel
@@ -112,7 +112,7 @@ def group_processor_s(group: int) -> float:
         try:
             # After the name, which is in parentheses and may have any characters.
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) != group:
+            if int(fields[2]) != process_group:
                 continue
             total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             for schedule in stat.parent.glob("task/*/schedstat"):

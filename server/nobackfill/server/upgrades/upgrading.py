@@ -364,7 +364,7 @@ class GalleryUpgrades:
         self.change_counter = ChangeCounter()
 
     def best_route(
-        self, hosted: HostedGallery, target: int, *, is_direct: bool = False
+        self, hosted: HostedGallery, target_release: int, *, is_direct: bool = False
     ) -> Route | None:
         """Return the best route from a gallery's active space to a release; None without one.
 
@@ -373,7 +373,7 @@ class GalleryUpgrades:
 
         Args:
             hosted: the gallery.
-            target: the release.
+            target_release: the release.
             is_direct: return an empty route if the target searches the space as it is.
 
         Raises:
@@ -385,7 +385,7 @@ class GalleryUpgrades:
         """
         spec = hosted.active_spec()
         space = spec.space if is_direct else None
-        return self._route(spec.release, target, spec.side_space, space)
+        return self._route(spec.release, target_release, spec.side_space, space)
 
     def _route(
         self, source: int, target: int, side: str | None, is_direct: str | None = None

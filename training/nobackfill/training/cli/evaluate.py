@@ -278,7 +278,7 @@ def main(
             )
         report = evaluate_protocol(
             protocol, root, model_repo, manifests, names, int8=int8, points=points,
-            independent=independent, backfill=backfill,
+            independent_release=independent, with_backfill_curves=backfill,
         )  # fmt: skip
         print(protocol_table(report.cells))
         if report.criteria:

@@ -65,7 +65,7 @@ def hold_out(
 
 
 def drop_unreadable_images(
-    listing: ImageListing, cache: Path
+    listing: ImageListing, cache_folder: Path
 ) -> tuple[ImageListing, Sequence[str]]:
     """Decode every image once, and return those that can be decoded.
 
@@ -74,8 +74,8 @@ def drop_unreadable_images(
 
     Args:
         listing: the images.
-        cache: a folder, made if missing. It stores the result, so that the next call with unchanged
-            files decodes nothing. Remove it to try files again that could not be decoded.
+        cache_folder: a folder, made if missing. It stores the result, so that the next call with
+            unchanged files decodes nothing. Remove it to try files again that could not be decoded.
 
     Returns:
         The readable images, and the paths of the others, relative to the listing's root.
@@ -85,12 +85,12 @@ def drop_unreadable_images(
         CannotWriteError: the cache cannot be written.
         ValueError: the stored result is no JSON, because the cache was changed.
     """
-    note = cache / f"unreadable-{listing_digest(listing)[:32]}.json"
+    note = cache_folder / f"unreadable-{listing_digest(listing)[:32]}.json"
     if note.is_file():
         bad = np.array(json.loads(note.read_text("utf-8")), np.int64)
     else:
         bad = _unreadable(listing)
-        make_dir(cache)
+        make_dir(cache_folder)
         write_file(note, json.dumps(bad.tolist()).encode())
     good = listing.select(np.setdiff1d(np.arange(len(listing)), bad))
     counts = np.bincount(good.labels, minlength=len(listing.class_names))

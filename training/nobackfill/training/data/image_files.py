@@ -60,13 +60,13 @@ class PixelCache:
         usage = shutil.disk_usage(self.folder)
         return max(0, int(usage.free - RESERVE * usage.total))
 
-    def read(self, image: Path, size: int) -> Pixels | None:
+    def read(self, image_file: Path, size: int) -> Pixels | None:
         """Return the cached pixels of an image file, uint8 [size,size,3], read-only.
 
         Processes may read and write at once: an incomplete file counts as not cached.
 
         Args:
-            image: the image file; a link counts as its target.
+            image_file: the image file; a link counts as its target.
             size: rows and columns of the pixels.
 
         Returns:
@@ -74,7 +74,7 @@ class PixelCache:
             file is missing.
         """
         try:
-            data = self._file(image, size).read_bytes()
+            data = self._file(image_file, size).read_bytes()
         except OSError:
             return None
         pixels = memoryview(data)[:-_SUM_BYTES]
@@ -82,7 +82,7 @@ class PixelCache:
             return None
         return np.frombuffer(pixels, np.uint8).reshape(size, size, 3)
 
-    def write(self, image: Path, pixels: Pixels) -> None:
+    def write(self, image_file: Path, pixels: Pixels) -> None:
         """Cache the pixels of an image file, uint8 [size,size,3]; replace what was cached.
 
         A full disk, a missing folder or a missing permission is ignored: nothing is cached then. A
@@ -90,14 +90,14 @@ class PixelCache:
         would stay free. Processes may write at once.
 
         Args:
-            image: the image file, of which only path, length and time are read.
+            image_file: the image file, of which only path, length and time are read.
             pixels: square, uint8 [size,size,3].
         """
         # The owner may remove the folder at any time.
         with contextlib.suppress(OSError):
             if self.writable_bytes() < pixels.nbytes:
                 return
-            file = self._file(image, len(pixels))
+            file = self._file(image_file, len(pixels))
             file.parent.mkdir(exist_ok=True)
             data = np.ascontiguousarray(pixels).data.cast("B")
             try:
@@ -149,14 +149,14 @@ class ImageFiles(Dataset[Tensor]):
     Args of the constructor:
         root: the folder.
         paths: the files, relative to `root`; row i is the i-th one.
-        size: rows and columns of the decoded images.
+        image_size: rows and columns of the decoded images.
         cache: where resized images are cached; None: every image is decoded each time.
     """
 
     def __init__(
-        self, root: Path, paths: Sequence[str], size: int, cache: PixelCache | None
+        self, root: Path, paths: Sequence[str], image_size: int, cache: PixelCache | None
     ) -> None:
-        self.root, self.size, self.cache = root, size, cache
+        self.root, self.size, self.cache = root, image_size, cache
         # Paths are one string. Every process would copy a million separate ones, page by page,
         # because Python counts references in them.
         encoded = [path.encode("utf-8", "surrogateescape") for path in paths]

@@ -216,7 +216,7 @@ class ListedImages:
         return chunks(self.images)
 
 
-def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> Images:
+def open_pictures(listing: ImageListing, image_size: int, reading: ReadingOptions) -> Images:
     """Open the images of a listing at size x size pixels.
 
     Images that fit in memory are decoded now. Others are decoded when they are read; a line on
@@ -225,7 +225,7 @@ def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> 
 
     Args:
         listing: n images.
-        size: rows and columns of the decoded images.
+        image_size: rows and columns of the decoded images.
         reading: what fits in memory, and how others are read.
 
     Returns:
@@ -236,23 +236,23 @@ def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> 
             memory, else when it is read.
         CannotWriteError: the pixel cache cannot be created.
     """
-    if not exceeds_memory(listing, size, reading):
-        return torch.from_numpy(decode_listing(listing, size))
+    if not exceeds_memory(listing, image_size, reading):
+        return torch.from_numpy(decode_listing(listing, image_size))
     cache = None if reading.pixel_cache is None else PixelCache(reading.pixel_cache)
     if cache is not None:
         cache.open()
-        _say_room(cache, _bytes(listing, size))
+        _say_room(cache, _bytes(listing, image_size))
     workers = (os.cpu_count() or 1) if reading.workers is None else reading.workers
-    files = ImageFiles(listing.root, listing.paths, size, cache)
+    files = ImageFiles(listing.root, listing.paths, image_size, cache)
     return Pictures(files, np.arange(len(listing)), workers)
 
 
-def exceeds_memory(listing: ImageListing, size: int, reading: ReadingOptions) -> bool:
+def exceeds_memory(listing: ImageListing, image_size: int, reading: ReadingOptions) -> bool:
     """Return whether the images at size x size are larger than reading.in_memory_mib.
 
     Their length is that of uint8 pixels in three colours; an equal length fits. No image is read.
     """
-    return _bytes(listing, size) > reading.in_memory_mib * _MIB
+    return _bytes(listing, image_size) > reading.in_memory_mib * _MIB
 
 
 def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -208,7 +208,7 @@ def add_forward_head(release: ReleaseDraft, run_dir: Path) -> None:
     load_part(module, checkpoint, "upgrade")
     release.add_upgrade(
         module.eval(), source, _examples(source, release),
-        method=config.method, carries=release.stored_side_stays_valid,
+        method=config.method, keeps_side_information=release.stored_side_stays_valid,
     )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def add_upgrade_run(release: ReleaseDraft, run_dir: Path) -> None:
         source,
         _examples(source, release),
         method=config.method,
-        carries=config.side == "carries",
+        keeps_side_information=config.side == "carries",
     )
     release.recipe |= upgrade_recipe(f"upgrade_{source.release}", checkpoint)
 

@@ -181,7 +181,7 @@ class ReleaseDraft:
         examples: tuple[Tensor, Tensor | None],
         *,
         method: str,
-        carries: bool,
+        keeps_side_information: bool,
     ) -> None:
         """Export an upgrade from `source`, and its int8 twin.
 
@@ -194,7 +194,8 @@ class ReleaseDraft:
             examples: embeddings [n,dim], n at least 1, and side-information [n,side_dim], None
                 without any, of `source`; for tracing and for the comparison with onnxruntime.
             method: the name of the training method.
-            carries: side-information stays valid unchanged; ignored if the upgrade computes new.
+            keeps_side_information: side-information stays valid unchanged; ignored if the upgrade
+                computes new.
 
         Raises:
             ConfigurationError: it reads side-information that `source` does not have.
@@ -217,7 +218,11 @@ class ReleaseDraft:
         self.list_upgrade(
             source,
             method=method,
-            side="maps" if module.g is not None else "carries" if carries else "drops",
+            side="maps"
+            if module.g is not None
+            else "carries"
+            if keeps_side_information
+            else "drops",
             side_dim=inputs["side"].shape[1] if module.reads_side else 0,
             predicts_uncertainty=module.log_variance is not None,
         )

@@ -342,8 +342,8 @@ def make_upgrade_features(
     sources: FrozenSources,
     listing: ImageListing,
     config: UpgradeConfig,
-    views: int,
-    mixed_views: int = 0,
+    view_count: int,
+    mixed_view_count: int = 0,
 ) -> dict[str, Tensor]:
     """Compute the features that an upgrade is trained on, from the cache or into it.
 
@@ -354,8 +354,8 @@ def make_upgrade_features(
         sources: the models.
         listing: n images, at least 1.
         config: the configuration, with the augmentation, the seed and the place of the cache.
-        views: the number of views, the images themselves included; at least 1.
-        mixed_views: the number of additional views that mix two images.
+        view_count: the number of views, the images themselves included; at least 1.
+        mixed_view_count: the number of additional views that mix two images.
 
     Returns:
         `old`, `side`, `new`, `new_side` float32 [n,views + mixed_views,dim], as far as the sources
@@ -371,7 +371,7 @@ def make_upgrade_features(
         NobackfillError: a process that reads images was killed.
     """
     columns: dict[str, list[np.ndarray]] = {name: [] for name in sources.encoders()}
-    for read in _views_read(sources.encoders(), listing, config, views, mixed_views):
+    for read in _views_read(sources.encoders(), listing, config, view_count, mixed_view_count):
         for name, vectors in read.items():
             columns[name].append(vectors)
     rows = {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}

@@ -201,14 +201,15 @@ class FctObjective(Objective):
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 
 
-def draw_view(batch: Batch, labelled: int, *, draws_two: bool = False) -> Batch:
+def draw_view(batch: Batch, labelled_view_count: int, *, draws_two: bool = False) -> Batch:
     """Draw views: features [b,v,d] -> [b,d], the same view of a row in every tensor.
 
     Torch's default generator draws. The batch is not changed.
 
     Args:
         batch: the batch; its tensors other than features have one value per row.
-        labelled: the number of first views that have the row's label; the others get label -1.
+        labelled_view_count: the number of first views that have the row's label; the others get
+            label -1.
         draws_two: draw one labelled and one other view per row. The result has 2b rows: all
             labelled views, then the others. Without other views it raises RuntimeError.
 
@@ -219,15 +220,18 @@ def draw_view(batch: Batch, labelled: int, *, draws_two: bool = False) -> Batch:
         KeyError: the batch lacks `old` or `labels`.
     """
     n, views = batch["old"].shape[:2]
-    row, picked = torch.arange(n), torch.randint(labelled if draws_two else views, (n,))
+    row, picked = torch.arange(n), torch.randint(labelled_view_count if draws_two else views, (n,))
     if draws_two:
-        row, picked = row.repeat(2), torch.cat((picked, torch.randint(labelled, views, (n,))))
+        row, picked = (
+            row.repeat(2),
+            torch.cat((picked, torch.randint(labelled_view_count, views, (n,)))),
+        )
     row, picked = (index.to(batch["old"].device, non_blocking=True) for index in (row, picked))
     drawn = {
         name: tensor[row, picked] if name in ("old", "side", "new", "new_side") else tensor[row]
         for name, tensor in batch.items()
     }
-    return {**drawn, "labels": torch.where(picked < labelled, drawn["labels"], -1)}
+    return {**drawn, "labels": torch.where(picked < labelled_view_count, drawn["labels"], -1)}
 
 
 FCT = UpgradeMethod(build_network=_build, make_objective=FctObjective)

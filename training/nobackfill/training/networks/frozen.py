@@ -189,7 +189,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     )
 
 
-def cached_features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
+def cached_features(encoder: FrozenEncoder, images: ImageSource, cache_folder: Path) -> Floats:
     """Compute the vectors of images, or read them from a cache.
 
     A damaged file of the cache is computed again and replaced. No image is read if the cache has
@@ -198,7 +198,7 @@ def cached_features(encoder: FrozenEncoder, images: ImageSource, cache: Path) ->
     Args:
         encoder: the encoder.
         images: n images of its size, at least 1.
-        cache: a folder, made if missing, that gets one file per encoder and images.
+        cache_folder: a folder, made if missing, that gets one file per encoder and images.
 
     Returns:
         float32 [n,dim], in the order of the images.
@@ -210,11 +210,11 @@ def cached_features(encoder: FrozenEncoder, images: ImageSource, cache: Path) ->
             UnusableOutputError if some outputs are no vectors.
         NobackfillError: a process that reads images was killed.
     """
-    return _features([encoder], images, cache, bf16=False)[0]
+    return _features([encoder], images, cache_folder, bf16=False)[0]
 
 
 def cached_training_features(
-    encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path
+    encoders: Sequence[FrozenEncoder], images: ImageSource, cache_folder: Path
 ) -> list[Floats]:
     """Compute the features that an upgrade is trained on, or read them from a cache.
 
@@ -226,7 +226,7 @@ def cached_training_features(
     Args:
         encoders: encoders of one image size; none give an empty list. The size is not checked.
         images: n images of this size, at least 1.
-        cache: a folder, made if missing.
+        cache_folder: a folder, made if missing.
 
     Returns:
         float32 [n,dim] of each encoder, in the order of the encoders and of the images.
@@ -238,7 +238,7 @@ def cached_training_features(
             UnusableOutputError if some outputs are no vectors.
         NobackfillError: a process that reads images was killed.
     """
-    return _features(encoders, images, cache, bf16=True)
+    return _features(encoders, images, cache_folder, bf16=True)
 
 
 def _features(
@@ -349,27 +349,27 @@ class AugmentedView:
 def augmented_views(
     listing: ImageListing,
     sizes: tuple[int, ...],
-    views: int,
+    view_count: int,
     config: Augmentation,
     seed: int,
     reading: ReadingOptions,
-    mixed_views: int = 0,
+    mixed_view_count: int = 0,
 ) -> Iterator[Mapping[int, ImageSource]]:
     """Yield views of the images at each of `sizes`, by size.
 
     The first view is the images themselves. The others are augmented at the largest size and then
-    scaled down, so that every model sees the same view. The last `mixed_views` mix two images. No
-    image is read before the caller reads a view. All augmented views share the decoded images of
+    scaled down, so that every model sees the same view. The last `mixed_view_count` mix two images.
+    No image is read before the caller reads a view. All augmented views share the decoded images of
     the largest size.
 
     Args:
         listing: the images.
         sizes: image sides in pixels, at least one; repeated ones count once.
-        views: the number of views, the first included; at least 1.
+        view_count: the number of views, the first included; at least 1.
         config: the augmentation.
         seed: the seed of the augmentation; each view gets another one from it.
         reading: how images are read.
-        mixed_views: the number of additional mixed views, from 0.
+        mixed_view_count: the number of additional mixed views, from 0.
 
     Yields:
         The images of one view by size, not yet read.
@@ -377,9 +377,11 @@ def augmented_views(
     plain = {size: ListedImages(listing, size, reading) for size in set(sizes)}
     yield plain
     largest = plain[max(sizes)]
-    for view in range(1, views + mixed_views):
+    for view in range(1, view_count + mixed_view_count):
         begin = seed * 1_000_003 + view
-        yield {size: AugmentedView(largest, size, config, begin, view >= views) for size in plain}
+        yield {
+            size: AugmentedView(largest, size, config, begin, view >= view_count) for size in plain
+        }
 
 
 def fastest_device() -> torch.device:

@@ -116,8 +116,8 @@ def evaluate_protocol(
     *,
     int8: bool = False,
     points: OperatingPoints | None = None,
-    independent: int | None = None,
-    backfill: bool = False,
+    independent_release: int | None = None,
+    with_backfill_curves: bool = False,
 ) -> ProtocolReport:
     """Embed the images of a protocol by published releases, and measure its figures for each cell.
 
@@ -132,9 +132,9 @@ def evaluate_protocol(
         cells: the cells to measure; none give an empty result.
         int8: use quantised upgrades where they exist.
         points: operating points for ijbc; None: the protocol's own.
-        independent: a release trained without older models, whose own cell is among `cells`, for
-            update gain and degradation; None: the query's own, if it was trained so.
-        backfill: also measure the figures while older galleries are re-embedded.
+        independent_release: a release trained without older models, whose own cell is among
+            `cells`, for update gain and degradation; None: the query's own, if it was trained so.
+        with_backfill_curves: also measure the figures while older galleries are re-embedded.
 
     Raises:
         ConfigurationError: the name is unknown, the protocol has no operating points, or the folder
@@ -163,12 +163,12 @@ def evaluate_protocol(
         curves = {
             str(cell): _curves(protocol, cell, queries, gallery, int8=int8)
             for cell in older
-            if backfill
+            if with_backfill_curves
         }
     criteria = {}
     for cell in older:
-        reference = independent
-        if independent is None and manifests[cell.query_release].method == INDEPENDENT:
+        reference = independent_release
+        if independent_release is None and manifests[cell.query_release].method == INDEPENDENT:
             reference = cell.query_release
         ends = (
             measured.get(native_cell(cell.gallery_releases[0])),

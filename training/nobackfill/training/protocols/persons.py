@@ -393,16 +393,16 @@ SUBSAMPLE = 50
 
 
 def draw_per_class(
-    listing: ImageListing, per_class: int = SUBSAMPLE, seed: int = 0
+    listing: ImageListing, count_per_class: int = SUBSAMPLE, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Draw `per_class` images of every class; return their rows, ascending.
+    """Draw `count_per_class` images of every class; return their rows, ascending.
 
     The result depends only on the labels and the seed. An empty listing without classes raises
     ValueError.
 
     Args:
         listing: the images.
-        per_class: the number of images of each class, at least 1.
+        count_per_class: the number of images of each class, at least 1.
         seed: of the random choice.
 
     Returns:
@@ -415,12 +415,12 @@ def draw_per_class(
     drawn = []
     for label, name in enumerate(listing.class_names):
         rows = np.flatnonzero(listing.labels == label)
-        if len(rows) < per_class:
+        if len(rows) < count_per_class:
             raise InvalidInputError(
-                f"class {name} of {listing.root}: expected at least {per_class} images for this "
-                f"test protocol, got {len(rows)}; use the complete test set"
+                f"class {name} of {listing.root}: expected at least {count_per_class} images for "
+                f"this test protocol, got {len(rows)}; use the complete test set"
             )
-        drawn.append(rng.permutation(rows)[:per_class])
+        drawn.append(rng.permutation(rows)[:count_per_class])
     return np.sort(np.concatenate(drawn))
 
 

@@ -32,14 +32,16 @@ class Console:
         address: the address of the pages.
     """
 
-    def __init__(self, settings: Settings, socket: str, metrics: Metrics, embed: Embed) -> None:
+    def __init__(
+        self, settings: Settings, socket_address: str, metrics: Metrics, embed: Embed
+    ) -> None:
         """Start to serve the console on a thread.
 
         The caller closes it. The certificate is read once.
 
         Args:
             settings: the gateway's settings: the console's address, tokens and TLS.
-            socket: the gateway's own socket, as gRPC names it.
+            socket_address: the gateway's own socket, as gRPC names it.
             metrics: the gateway's metrics.
             embed: embeds queries for the playground: (release, image or text) -> float32 [1, dim].
 
@@ -56,7 +58,7 @@ class Console:
             listener = closing.enter_context(Listener(host, port, tls))
             guarded = settings.tokens_file is not None
             token = None if guarded else new_token()
-            sessions = ConsoleSessions(socket, guarded=guarded, secure=tls is not None)
+            sessions = ConsoleSessions(socket_address, guarded=guarded, secure=tls is not None)
             site = _make_site(sessions, metrics, embed)
             names = (
                 ()

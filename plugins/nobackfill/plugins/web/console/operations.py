@@ -60,15 +60,17 @@ class MatrixCellView:
     shade: float
 
 
-def evidence_matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
+def evidence_matrix(
+    manifest: Manifest, old_release: int
+) -> Mapping[tuple[str, str], MatrixCellView]:
     """Return the published compatibility matrix of a release against an older one.
 
-    `shade` is 0 to 1, and 0 for all if no cell has a positive mAP. An unknown `old` gives at most
-    the cell (new, new).
+    `shade` is 0 to 1, and 0 for all if no cell has a positive mAP. An unknown `old_release` gives
+    at most the cell (new, new).
 
     Args:
         manifest: the release.
-        old: the number of the older release.
+        old_release: the number of the older release.
 
     Returns:
         Cells by (query model, gallery vectors): "old" or "new", and "old", "served" (migrated) or
@@ -77,9 +79,9 @@ def evidence_matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], Ma
     """
     new = manifest.release
     routes = sorted(
-        (route.releases for route in manifest.routes if route.releases[0] == old), key=len
+        (route.releases for route in manifest.routes if route.releases[0] == old_release), key=len
     )
-    names = {f"{old}/{old}": ("old", "old"), f"{new}/{old}": ("new", "old"),
+    names = {f"{old_release}/{old_release}": ("old", "old"), f"{new}/{old_release}": ("new", "old"),
              f"{new}/{new}": ("new", "new")}  # fmt: skip
     if routes:
         names[f"{new}/{'>'.join(map(str, routes[0]))}"] = ("new", "served")

@@ -36,13 +36,13 @@ class ConsoleCaller(Gateway):
     other user of this machine can open. Each call has a deadline of 60 s.
     """
 
-    def __init__(self, socket: str, token: str | None) -> None:
+    def __init__(self, socket_address: str, token: str | None) -> None:
         """Make a channel to the gateway; nothing is sent yet.
 
         Unlike a Gateway, it reads no environment and repeats no call. The caller closes it.
 
         Args:
-            socket: the gateway's socket, unix:PATH.
+            socket_address: the gateway's socket, unix:PATH.
             token: the token of the calls; None: the gateway has no tokens.
         """
         # Connection's own constructor would read tokens and authorities from the environment, which
@@ -51,7 +51,7 @@ class ConsoleCaller(Gateway):
         self.seconds = _CALL_SECONDS
         self._retries = False
         channel = grpc.insecure_channel(
-            socket,
+            socket_address,
             [
                 ("grpc.use_local_subchannel_pool", 1),
                 ("grpc.max_receive_message_length", LARGEST_ANSWER),
@@ -112,15 +112,15 @@ class ConsoleSessions:
         guarded: whether the gateway has tokens. Without tokens every request passes.
     """
 
-    def __init__(self, socket: str, *, guarded: bool, secure: bool) -> None:
+    def __init__(self, socket_address: str, *, guarded: bool, secure: bool) -> None:
         """Make an empty set of sessions.
 
         Args:
-            socket: the gateway's socket, unix:PATH.
+            socket_address: the gateway's socket, unix:PATH.
             guarded: the gateway has tokens.
             secure: the pages are served with TLS, so browsers send the cookie only by TLS.
         """
-        self._socket = socket
+        self._socket = socket_address
         self.guarded = guarded
         self._secure = secure
         self._lock = threading.Lock()

@@ -225,7 +225,7 @@ class ReleaseService(ReleaseServiceServicer):
                 "expected a rollout that the .proto file defines (direct, dual, cutover or "
                 "unspecified), and spare_cores, the share of cores left to searches, from 0 to "
                 f"below 1; got rollout {request.rollout} and spare_cores "
-                f"{request.spare_cores:g}"
+                f"{request.spare_cores:g}; correct the request"
             )
         number = request.number
         canary = parse_canary(request.canary) if request.HasField("canary") else None
@@ -399,7 +399,7 @@ class ReleaseService(ReleaseServiceServicer):
         return release
 
 
-def release_state(number: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
+def release_state(release: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
     """Return the state of a release, with the reason if it failed or was withdrawn; the reason is
     empty otherwise.
 
@@ -408,21 +408,21 @@ def release_state(number: int, state: State, withdrawn: str | None) -> tuple[pb.
     state counts as published.
 
     Args:
-        number: the release.
+        release: the release.
         state: the gateway's state.
         withdrawn: why it was withdrawn; None if it was not.
     """
-    if number == state.active:
+    if release == state.active:
         return pb.RELEASE_STATE_ACTIVE, withdrawn or ""
     if withdrawn is not None:
         return pb.RELEASE_STATE_WITHDRAWN, withdrawn
-    if state.activation is not None and state.activation.release == number:
+    if state.activation is not None and state.activation.release == release:
         return pb.RELEASE_STATE_ACTIVATING, ""
-    if number in state.failed:
-        return pb.RELEASE_STATE_FAILED, state.failed[number]
-    if number in state.previous:
+    if release in state.failed:
+        return pb.RELEASE_STATE_FAILED, state.failed[release]
+    if release in state.previous:
         return pb.RELEASE_STATE_PREVIOUS, ""
-    if number in state.retired:
+    if release in state.retired:
         return pb.RELEASE_STATE_RETIRED, ""
     return pb.RELEASE_STATE_PUBLISHED, ""
 

@@ -213,7 +213,7 @@ class SearchService(SearchServiceServicer):
             raise InvalidInputError(
                 "feedback: expected the request_id of a search answer, and a kind: clicked, "
                 f"confirmed or rejected; got request_id {request.request_id[:64]!r} and kind "
-                f"{request.kind}"
+                f"{request.kind}; correct the feedback"
             )
         counted = self._canaries.record_feedback(request.request_id, request.item_id, kind)
         return pb.FeedbackResponse(counted=counted)

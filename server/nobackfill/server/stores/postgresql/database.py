@@ -366,14 +366,14 @@ class Database:
     """Use one database from many threads."""
 
     def __init__(
-        self, url: str, most: int = 16, wait_s: float = _WAIT_SECONDS,
+        self, url: str, most_connections: int = 16, wait_s: float = _WAIT_SECONDS,
         reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:  # fmt: skip
         """Prepare the pool; `open` connects.
 
         Args:
             url: address of the database.
-            most: most connections of the pool, at least 1; one is always open.
+            most_connections: most connections of the pool, at least 1; one is always open.
             wait_s: longest wait in seconds for a connection, a lock or a restarting server.
             reader: returns the caller of the present thread, or None. Its reads are cancelled once
                 nobody waits for them, and readers of one name get at most half of the connections.
@@ -384,7 +384,7 @@ class Database:
         check_url(url)
         self.url = url = with_timeout(url, _WAIT_SECONDS)
         self._pool = ConnectionPool(
-            url, min_size=1, max_size=most, open=False, timeout=wait_s,
+            url, min_size=1, max_size=most_connections, open=False, timeout=wait_s,
             configure=self._configure_connection,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
         )  # fmt: skip
@@ -394,7 +394,7 @@ class Database:
         self.leader_pid: int | None = None
         self._own = _Own()
         self._reader = reader
-        self._reads = _Reads(max(1, most // 2))
+        self._reads = _Reads(max(1, most_connections // 2))
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
         """Open the pool; call it once, before the first read or write.

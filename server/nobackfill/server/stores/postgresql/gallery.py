@@ -51,9 +51,9 @@ class GallerySnapshot(NamedTuple):
 class PostgresqlGallery(Reads):
     """Store one gallery; implements GalleryStore."""
 
-    def __init__(self, database: Database, number: int) -> None:
-        super().__init__(database, schema_name(number))
-        self.number = number
+    def __init__(self, database: Database, gallery_number: int) -> None:
+        super().__init__(database, schema_name(gallery_number))
+        self.number = gallery_number
         self._listeners: list[Callable[[Change], None]] = []
         self._reporting = threading.Lock()
 

@@ -275,7 +275,7 @@ def notify_gateways(connection: Connection) -> None:
     execute(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
 
-def record_gallery_change(connection: Connection, number: int) -> None:
+def record_gallery_change(connection: Connection, gallery_number: int) -> None:
     """Record that a gallery's spaces or state changed: plans that were made before are outdated.
 
     It increases the gallery's epoch and notifies other gateways at the commit. An unknown number
@@ -285,7 +285,7 @@ def record_gallery_change(connection: Connection, number: int) -> None:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     update = "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s"
-    execute(connection, update, [number])
+    execute(connection, update, [gallery_number])
     notify_gateways(connection)
 
 

@@ -86,18 +86,18 @@ class PostgresqlWindows:
         self._passes = plan_side_passes(self._source.spec, target, needs_side=needs_side)
 
     def chunks(
-        self, order: UpgradeOrder, size: int
+        self, order: UpgradeOrder, items_per_chunk: int
     ) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
-        """Yield labels, embeddings and side-information of `size` items at a time, until none is
-        missing.
+        """Yield labels, embeddings and side-information of `items_per_chunk` items at a time, until
+        none is missing.
 
         Within a chunk, items come by increasing label, whatever the order; it may have fewer than
-        `size` items. It repeats passes until one finds nothing. The caller must write each chunk
-        before it takes the next; otherwise the same items come again, without end.
+        `items_per_chunk` items. It repeats passes until one finds nothing. The caller must write
+        each chunk before it takes the next; otherwise the same items come again, without end.
 
         Args:
             order: "label", or "uncertainty" for the least certain first.
-            size: most items of a chunk, at least 1.
+            items_per_chunk: most items of a chunk, at least 1.
 
         Raises:
             GalleryDeletedError: the gallery was deleted.
@@ -108,13 +108,13 @@ class PostgresqlWindows:
         has_items = True
         while has_items:
             has_items = False
-            for labels, with_side in self.pieces(order, size):
+            for labels, with_side in self.pieces(order, items_per_chunk):
                 chunk = self.read(labels, with_side)
                 if len(chunk[0]):
                     has_items = True
                     yield chunk
 
-    def pieces(self, order: UpgradeOrder, size: int) -> Iterator[tuple[Labels, bool]]:
+    def pieces(self, order: UpgradeOrder, items_per_piece: int) -> Iterator[tuple[Labels, bool]]:
         """Make one pass over the missing items; yield labels, and whether to read side-information.
 
         Items with side-information come first, if the upgrade reads it. With the order
@@ -123,7 +123,7 @@ class PostgresqlWindows:
 
         Args:
             order: "label", or "uncertainty" for the least certain first; unknown ones come last.
-            size: most labels of a piece, at least 1.
+            items_per_piece: most labels of a piece, at least 1.
 
         Raises:
             GalleryDeletedError: the gallery was deleted.
@@ -133,8 +133,8 @@ class PostgresqlWindows:
         """
         for with_side in self._passes:
             for labels in self._missing_labels(order, with_side):
-                for start in range(0, len(labels), size):
-                    yield labels[start : start + size], bool(with_side)
+                for start in range(0, len(labels), items_per_piece):
+                    yield labels[start : start + items_per_piece], bool(with_side)
 
     def all_labels(self) -> Labels:
         """Return every label that `chunks` would yield now.
@@ -386,7 +386,9 @@ class Reads:
         info = self.space(space)
         return self.database.read(lambda c: rows.stored_rows(c, self.schema, labels, info))
 
-    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+    def iterate_snapshot(
+        self, spaces: Sequence[str], items_per_window: int
+    ) -> Iterator[StoredWindow]:
         """Yield every item by increasing label, with its vectors in some spaces, from one snapshot;
         see GalleryStore.iterate_snapshot.
 
@@ -396,11 +398,12 @@ class Reads:
 
         Args:
             spaces: ids of the spaces; may be empty.
-            size: items of a window, at least 1.
+            items_per_window: items of a window, at least 1.
 
         Yields:
-            Windows of at most `size` items, with the vectors in the order of `spaces`; none for an
-            empty gallery. An item without a vector in a space is missing in that space's rows.
+            Windows of at most `items_per_window` items, with the vectors in the order of `spaces`;
+            none for an empty gallery. An item without a vector in a space is missing in that
+            space's rows.
 
         Raises:
             IncompatibleSpaceError: the gallery lacks a space; raised at the first window.
@@ -412,7 +415,7 @@ class Reads:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
             after = 0
             while items := rows.read_items_where(
-                connection, self.schema, "i.label > %s", [after], size
+                connection, self.schema, "i.label > %s", [after], items_per_window
             ):
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
@@ -587,7 +590,9 @@ class Reads:
 
         return self.database.read(work)
 
-    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(
+        self, space: str, other_space: str, count: int
+    ) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random; see
         GalleryStore.sample_pairs.
 
@@ -595,7 +600,7 @@ class Reads:
 
         Args:
             space: id of the first space.
-            other: id of the second space, from which labels are drawn.
+            other_space: id of the second space, from which labels are drawn.
             count: most items, at least 1; fewer come if items lack a vector in `space`.
 
         Returns:
@@ -609,7 +614,7 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        first, second = self.space(space), self.space(other)
+        first, second = self.space(space), self.space(other_space)
 
         tables = [table_name(self.schema, info.table_number) for info in (first, second)]
 

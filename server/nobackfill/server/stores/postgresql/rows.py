@@ -321,7 +321,7 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
     return draw_labels(bounds, count, following, shuffled)
 
 
-def read_epoch(connection: Connection, number: int) -> int:
+def read_epoch(connection: Connection, gallery_number: int) -> int:
     """Return the epoch of a gallery's spaces and state.
 
     Raises:
@@ -329,7 +329,7 @@ def read_epoch(connection: Connection, number: int) -> int:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     query = "SELECT epoch FROM nobackfill.galleries WHERE number = %s"
-    row = execute(connection, query, [number]).fetchone()
+    row = execute(connection, query, [gallery_number]).fetchone()
     if row is None:
         raise NotFoundError(
             "the gallery was deleted by another gateway; `gateway gallery list` shows the others"

@@ -97,7 +97,7 @@ CREATE TABLE nobackfill.audit (
 }
 
 
-def migrate(connection: Connection, to: int = FORMAT) -> int:
+def migrate(connection: Connection, to_format: int = FORMAT) -> int:
     """Bring the database to a format, in the caller's transaction, and return the format that it
     had.
 
@@ -107,14 +107,14 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
 
     Args:
         connection: a connection inside a transaction.
-        to: the format, 1 to FORMAT. Going back deletes what older formats lack, such as the audit
-            and the records of upgrades.
+        to_format: the format, 1 to FORMAT. Going back deletes what older formats lack, such as the
+            audit and the records of upgrades.
 
     Returns:
         The former format; 0 if the database had none.
 
     Raises:
-        ConfigurationError: `to` or the database's format is not one of 1 to FORMAT.
+        ConfigurationError: `to_format` or the database's format is not one of 1 to FORMAT.
         BusyError: the database must be converted, and a gateway serves from it.
         psycopg.Error: a statement fails, as without rights.
     """
@@ -122,7 +122,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     for statement in _FIRST.split(";"):
         execute(connection, statement)
     # This table belongs to no format: a version without it is not disturbed, and does not keep it.
-    if to == FORMAT:
+    if to_format == FORMAT:
         execute(connection, database.TABLE)
     # As JSON: versions before this one made no column of the writer.
     query = "SELECT version, to_jsonb(f) ->> 'written_by' FROM nobackfill.format f"
@@ -130,7 +130,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     if row is None:
         execute(connection, "INSERT INTO nobackfill.format VALUES (1)")
     found = 1 if row is None else int(row[0])
-    if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
+    if not 1 <= to_format <= FORMAT or not 1 <= found <= FORMAT:
         raise ConfigurationError(
             f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
             f"formats 1 to {FORMAT}; use {describe_writer(None if row is None else row[1])}: its "
@@ -142,9 +142,9 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         " AND attrelid = 'nobackfill.format'::regclass"
     )
     # Looked at first: the lock of a change that changes nothing makes all gateways wait.
-    if to == FORMAT and not scalar(connection, noted):
+    if to_format == FORMAT and not scalar(connection, noted):
         execute(connection, "ALTER TABLE nobackfill.format ADD COLUMN written_by text")
-    if found == to:
+    if found == to_format:
         return found
     lock = "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
     if not scalar(connection, lock):
@@ -152,15 +152,15 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
             "this database must be converted to another format, but a gateway serves from it; stop "
             "every gateway of this database, then run the command again"
         )
-    steps = [_STEPS[step].forward for step in range(found + 1, to + 1)]
-    steps += [_STEPS[step].backward for step in range(found, to, -1)]
+    steps = [_STEPS[step].forward for step in range(found + 1, to_format + 1)]
+    steps += [_STEPS[step].backward for step in range(found, to_format, -1)]
     for statements in steps:
         for statement in statements:
             execute(connection, statement)
-    if to < FORMAT:
+    if to_format < FORMAT:
         execute(connection, database.DROP)
         execute(connection, "ALTER TABLE nobackfill.format DROP COLUMN IF EXISTS written_by")
-    execute(connection, "UPDATE nobackfill.format SET version = %s", [to])
+    execute(connection, "UPDATE nobackfill.format SET version = %s", [to_format])
     return 0 if row is None else found
 
 
@@ -245,15 +245,15 @@ def prepare(connection: Connection) -> None:
         database.delete_old_marks(connection)
 
 
-def schema_name(number: int) -> str:
+def schema_name(gallery_number: int) -> str:
     """Return the name of a gallery's schema.
 
     The gallery need not exist.
     """
-    return f"nobackfill_{number:d}"
+    return f"nobackfill_{gallery_number:d}"
 
 
-def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None:
+def create_gallery(connection: Connection, gallery_number: int, spec: SpaceSpec) -> None:
     """Create the tables of a gallery with one active space.
 
     The caller inserts the gallery's row and commits. The space has no graph yet.
@@ -262,13 +262,13 @@ def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None
         InvalidInputError: the space has no dimension, or more than MOST_DIM.
         psycopg.Error: a statement fails, as if the schema exists; the caller translates it.
     """
-    schema = schema_name(number)
+    schema = schema_name(gallery_number)
     for statement in _GALLERY.format(schema=schema).split(";"):
         execute(connection, statement)
     add_space(connection, schema, spec, "active")
 
 
-def drop_gallery(connection: Connection, number: int) -> None:
+def drop_gallery(connection: Connection, gallery_number: int) -> None:
     """Delete a gallery's schema with all its tables.
 
     A schema that does not exist is ignored. Call it within the transaction that deletes the
@@ -277,15 +277,15 @@ def drop_gallery(connection: Connection, number: int) -> None:
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    execute(connection, f"DROP SCHEMA IF EXISTS {schema_name(number)} CASCADE")
+    execute(connection, f"DROP SCHEMA IF EXISTS {schema_name(gallery_number)} CASCADE")
 
 
-def table_name(schema: str, number: int) -> str:
+def table_name(schema: str, space_number: int) -> str:
     """Return the name of a space's table.
 
     The table need not exist. The name needs no quotes.
     """
-    return f"{schema}.vectors_{number:d}"
+    return f"{schema}.vectors_{space_number:d}"
 
 
 def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State) -> None:
@@ -324,7 +324,7 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
 
 
 def index_statements(
-    schema: str, number: int, spec: SpaceSpec, concurrently: str = ""
+    schema: str, space_number: int, spec: SpaceSpec, concurrently: str = ""
 ) -> list[str]:
     """Return the statements that create a space's graph; none if it has too many dimensions.
 
@@ -333,7 +333,7 @@ def index_statements(
 
     Args:
         schema: schema of the gallery.
-        number: number of the space.
+        space_number: number of the space.
         spec: the space.
         concurrently: "CONCURRENTLY" to build while others write; "" keeps them waiting. PostgreSQL
             refuses CONCURRENTLY within a transaction.
@@ -348,7 +348,7 @@ def index_statements(
     column = f"(embedding::halfvec({spec.dim:d}))" if half else "embedding"
     operators = f"{kind}_{'l2' if spec.metric == 'squared_l2' else 'cosine'}_ops"
     return [
-        f"CREATE INDEX {concurrently} vectors_{number:d}_graph ON {table_name(schema, number)}"
-        f" USING hnsw (({column}) {operators})"
+        f"CREATE INDEX {concurrently} vectors_{space_number:d}_graph ON "
+        f"{table_name(schema, space_number)} USING hnsw (({column}) {operators})"
         f" WITH (m = {M}, ef_construction = {EF_CONSTRUCTION})"
     ]

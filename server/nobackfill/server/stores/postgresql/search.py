@@ -222,7 +222,7 @@ class SpaceTable:
 class CandidateSource(Protocol):
     """Find candidates with another engine than the database's graphs."""
 
-    def rows(
+    def find_candidates(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: SqlCondition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
@@ -355,7 +355,7 @@ def _nearest(
     cosine = table.spec.metric == "cosine"
     exact = scans_all_vectors(table.spec, width) or (cosine and not query.any())
     if not exact and candidates is not None:
-        rows_found = candidates.rows(connection, table, query, limit, condition, width)
+        rows_found = candidates.find_candidates(connection, table, query, limit, condition, width)
         if rows_found is not None:
             return rank_rows(table.spec, query, rows_found, k)
     elif not exact:

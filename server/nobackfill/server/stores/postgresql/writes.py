@@ -258,7 +258,7 @@ def create_frontier_table(connection: Connection, schema: str) -> None:
     )
 
 
-def read_frontier(connection: Connection, schema: str, number: int) -> int:
+def read_frontier(connection: Connection, schema: str, space_number: int) -> int:
     """Return the frontier of a space; 0 if it was never checked.
 
     All items up to this label have a vector in the space. A gallery without the table of frontiers
@@ -269,7 +269,7 @@ def read_frontier(connection: Connection, schema: str, number: int) -> int:
     """
     if not _has_frontiers(connection, schema):
         return 0
-    return int(scalar(connection, f"SELECT {_frontier_expression(schema, number)}"))
+    return int(scalar(connection, f"SELECT {_frontier_expression(schema, space_number)}"))
 
 
 def _has_frontiers(connection: Connection, schema: str) -> bool:
@@ -280,7 +280,7 @@ def _frontier_expression(schema: str, number: int) -> str:
     return f"coalesce((SELECT label FROM {schema}.frontiers WHERE space = {number:d}), 0)"
 
 
-def advance_frontier(connection: Connection, schema: str, number: int) -> None:
+def advance_frontier(connection: Connection, schema: str, space_number: int) -> None:
     """Move the frontier of a space, while others put items.
 
     It uses two transactions of one connection, because both must ask the same server.
@@ -291,7 +291,7 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
     Args:
         connection: a connection outside a transaction.
         schema: schema of the gallery.
-        number: number of the space.
+        space_number: number of the space.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
@@ -303,9 +303,9 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
         create_frontier_table(connection, schema)
         last = scalar(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items")
     with connection.transaction():
-        old_frontier = read_frontier(connection, schema, number)
+        old_frontier = read_frontier(connection, schema, space_number)
         # This includes items put in the meantime; their labels are greater.
-        missing = _items_without_vector(schema, number, old_frontier)
+        missing = _items_without_vector(schema, space_number, old_frontier)
         first = scalar(connection, f"SELECT min(i.label) FROM {missing}")
         reached = last if first is None else min(last, first - 1)
         if reached > old_frontier:
@@ -313,11 +313,11 @@ def advance_frontier(connection: Connection, schema: str, number: int) -> None:
                 connection,
                 f"INSERT INTO {schema}.frontiers AS f VALUES (%s, %s) ON CONFLICT (space)"
                 " DO UPDATE SET label = greatest(f.label, excluded.label)",
-                [number, reached],
+                [space_number, reached],
             )
 
 
-def count_items_without_vector(connection: Connection, schema: str, number: int) -> int:
+def count_items_without_vector(connection: Connection, schema: str, space_number: int) -> int:
     """Return the number of items without a vector in a space.
 
     Only items above the frontier are checked.
@@ -325,12 +325,14 @@ def count_items_without_vector(connection: Connection, schema: str, number: int)
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    missing = _items_without_vector(schema, number, read_frontier(connection, schema, number))
+    missing = _items_without_vector(
+        schema, space_number, read_frontier(connection, schema, space_number)
+    )
     return int(scalar(connection, f"SELECT count(*) FROM {missing}"))
 
 
 def few_missing_labels(
-    connection: Connection, schema: str, source: int, target: int
+    connection: Connection, schema: str, source_number: int, target_number: int
 ) -> list[int] | None:
     """Return the labels that one space has and another lacks.
 
@@ -339,8 +341,8 @@ def few_missing_labels(
     Args:
         connection: the connection.
         schema: schema of the gallery.
-        source: number of the space that has them.
-        target: number of the space that lacks them.
+        source_number: number of the space that has them.
+        target_number: number of the space that lacks them.
 
     Returns:
         The labels, increasing, at most 2000; may be empty. None if there are more, or the source's
@@ -353,8 +355,10 @@ def few_missing_labels(
     frontier_sql = "0::bigint"
     if schema in seen_schemas or _has_frontiers(connection, schema):
         seen_schemas.add(schema)
-        frontier_sql = _frontier_expression(schema, target)
-    cursor = execute(connection, _few_missing_query(schema, source, target, frontier_sql))
+        frontier_sql = _frontier_expression(schema, target_number)
+    cursor = execute(
+        connection, _few_missing_query(schema, source_number, target_number, frontier_sql)
+    )
     labels = [label for (label,) in cursor]
     return None if labels[:1] == [None] or len(labels) > _FEW else labels
 
