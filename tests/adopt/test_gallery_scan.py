@@ -211,6 +211,21 @@ def test_18_of_20_intervals_of_agreement_hold_the_truth(tmp_path: Path) -> None:
     assert min(counts.values()) >= 18, counts
 
 
+@pytest.mark.faults
+def test_agreement_of_lazily_is_told_too_low_rather_than_by_chance(tmp_path: Path) -> None:
+    """A bias of the model of nearness. `-s` prints the errors in points, one for each gallery."""
+    errors = []
+    for seed in range(6):
+        shop = Shop(20_000, 400, 100, seed)
+        verdict = shop.decide(tmp_path)
+        (told,) = (way.figures["agreement@10"] for way in verdict.ways if way.name == "lazily")
+        truth = shop._agreement(verdict, np.arange(shop.sample))["lazily"]
+        errors.append(round(100 * (told - truth), 1))
+    print(errors)
+    assert -5 < np.mean(errors) < 1
+    assert np.std(errors) < 4
+
+
 MEASURED = """
 import sys
 from pathlib import Path
