@@ -306,7 +306,7 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     )
     assert open_originals(source, "items.body", None).column == "items.body"
     for wrong in ("items.nope", "nope.body", "body"):
-        with pytest.raises(InvalidInputError, match=f"column of the store, got '{wrong}'; .*text"):
+        with pytest.raises(InvalidInputError, match=f"column of texts, got '{wrong}'; .*text"):
             open_originals(source, wrong, None)
     assert carry(source, wanted, MAP).write_count == 230
     sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))

@@ -116,7 +116,7 @@ def test_a_wrong_name_is_refused_before_vectors_are_read(store: Store) -> None:
     assert texts == {name: f"on {name}" for name in rows.ids}
     # Qdrant lists no fields of its points.
     if source.facts().columns:
-        with pytest.raises(InvalidInputError, match=r"a column of the store, got 'txet'; .*text"):
+        with pytest.raises(InvalidInputError, match=r"name a column of texts, got 'txet'; .*text"):
             open_originals(source, "txet", None)
 
 
