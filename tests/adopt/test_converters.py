@@ -30,7 +30,7 @@ from nobackfill.adopt.pairs import Pairs, match_by_id
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, vectors_to_parquet
 from nobackfill.adopt.verdict import Cost, decide
-from nobackfill.errors import NotFoundError, UnfitError, VerificationError
+from nobackfill.errors import InvalidInputError, NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.publishing.inspection import list_releases, verify_publication
 from nobackfill.release.publishing.renew import withdraw
@@ -236,6 +236,20 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
         not list(tmp_path.rglob(".tmp-*"))
         and verify_publication(tmp_path / "maps").leftover_files == ()
     )
+
+
+def test_one_model_under_two_names_is_no_pair(run: Run, tmp_path: Path) -> None:
+    run(*PUBLISH)
+    old, new = open_source("old.parquet"), open_source("new.parquet")
+    pairs = match_by_id(old, new).pairs
+    verdict = decide(pairs, Cost(120, None, None, 1e-6))
+    card = read_card(Path("card.json"))
+    card = card.model_copy(update={"new": card.old.model_copy(update={"name": "another name"})})
+    model = old.facts().model
+    with pytest.raises(InvalidInputError, match="got one model under two names"):
+        publish_map_as_converter(
+            tmp_path / "maps", verdict, replace(pairs, new=pairs.old), (model, model), card
+        )
 
 
 def test_a_map_with_a_network_is_published_and_opened(run: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from nobackfill.release import manifest
 from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import open_embedder
 from nobackfill.release.onnx_rules import OnnxRuleError, check_onnx_file
-from nobackfill.release.probes import OnnxFile, check_onnx, check_release
+from nobackfill.release.probes import OnnxFile, check_onnx_rules, check_release
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
 from tests.support.releases import draft, published
@@ -23,8 +23,8 @@ OUTPUTS: tuple[Tensor, ...] = (("upgraded", "float32", (3,)),)
 
 def test_a_good_file_passes(tmp_path: Path) -> None:
     path = graphs.save(good(), tmp_path / "model.onnx")
-    check_onnx({"good": OnnxFile(path, INPUTS, OUTPUTS)})
-    check_onnx({})
+    check_onnx_rules({"good": OnnxFile(path, INPUTS, OUTPUTS)})
+    check_onnx_rules({})
 
 
 def test_whole_releases_pass(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     bad = OnnxFile(crafted["control_flow"], INPUTS, OUTPUTS)
     fine = OnnxFile(graphs.save(good(), tmp_path / "good.onnx"), INPUTS, OUTPUTS)
     with pytest.raises(VerificationError, match=r"second\.onnx: .*subgraph"):
-        check_onnx({"first.onnx": fine, "second.onnx": bad})
+        check_onnx_rules({"first.onnx": fine, "second.onnx": bad})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_files_that_are_missing_or_too_large_are_refused(tmp_path: Path) -> None
         file.truncate(2**30)
     for path, reason in ((large, "bytes"), (tmp_path / "missing", "cannot be checked")):
         with pytest.raises(VerificationError, match=reason):
-            check_onnx({"model": OnnxFile(path, INPUTS, OUTPUTS)})
+            check_onnx_rules({"model": OnnxFile(path, INPUTS, OUTPUTS)})
 
 
 def varint(number: int) -> bytes:
@@ -136,7 +136,7 @@ def test_mutated_files_of_a_thief_who_can_sign_do_not_crash_the_checker(
             continue
         files[sha256_bytes(mutated)] = OnnxFile(path, INPUTS, OUTPUTS)
     assert len(files) < count / 2
-    check_onnx(files)
+    check_onnx_rules(files)
 
 
 def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_its_splits_have_the_form_of_the_tables(data: tuple[Preset, Path], tmp_p
         assert (own.first_tested_class >= own.new_class_count) == (
             told.first_tested_class >= told.new_class_count
         )
-        groups = preset.row_groups if own.name == "main" else preset.unseen_row_groups
+        groups = preset.row_groups if own.name == "main" else preset.row_groups_for_unseen_classes
         rows = [
             {
                 row.name

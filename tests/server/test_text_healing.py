@@ -16,7 +16,7 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.serving import LineItems, sources
+from nobackfill.serving import JsonLinesItems, sources
 from nobackfill.text import TextLine, parse_text_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
@@ -142,7 +142,7 @@ def test_lines_are_found_where_they_stand(tmp_path: Path) -> None:
     write(file, texts)
     with file.open("a") as more:
         more.write('\n\n{"text": "new", "id": "twice"}\n{"id": 7, "text": 8}')
-    items = LineItems(file)
+    items = JsonLinesItems(file)
     for name, text in {**texts, "twice": "new", "7": "8"}.items():
         assert items.read(name, 100) == text
     assert items.read("none", 100) is None
@@ -161,7 +161,7 @@ def test_of_a_file_that_grows_what_was_added_is_read(
     """Each line is parsed once, and at most one is again, however often lines come."""
     file = tmp_path / "notes.jsonl"
     write(file, {f"old {number}": f"text {number}" for number in range(100)})
-    items = LineItems(file)
+    items = JsonLinesItems(file)
     with file.open("a") as more:
         more.write("\n")
     parsed: list[str] = []
@@ -193,14 +193,14 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "notes.jsonl")
     for place in (tmp_path / "notes.jsonl", tmp_path):
         with pytest.raises(InvalidInputError, match="expected a regular file"):
-            LineItems(place)
+            JsonLinesItems(place)
 
 
 def test_no_line_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is written anew after the look that said where the line stands."""
     file = tmp_path / "notes.jsonl"
     write(file, {"a": "one", "b": "two"})
-    items = LineItems(file)
+    items = JsonLinesItems(file)
     opened = Path.open
 
     def late(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -219,7 +219,7 @@ def test_lines_that_change_places_under_the_last_are_found_again(tmp_path: Path)
     """Longer, and the line that was seen last is where it was: as if lines were added."""
     file = tmp_path / "notes.jsonl"
     write(file, {"a": "one", "b": "two", "z": "end"})
-    items = LineItems(file)
+    items = JsonLinesItems(file)
     write(tmp_path / "other", {"b": "two", "a": "one", "z": "end", "y": "new"})
     file.write_bytes((tmp_path / "other").read_bytes())
     with pytest.raises(UnavailableError, match="changed while it was read"):

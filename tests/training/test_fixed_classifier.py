@@ -8,7 +8,7 @@ from nobackfill.training.networks.heads import (
     HEAD_NAMES,
     FixedClassifier,
     build_head,
-    classifier_of_head,
+    copy_head_as_fixed_classifier,
     first_elements,
     gaussian_classifier,
     labels_of_new_classes,
@@ -19,7 +19,7 @@ from nobackfill.training.networks.heads import (
 def test_it_is_the_head_it_came_from(form: str) -> None:
     torch.manual_seed(0)
     head = build_head(form, 5, 6)
-    fixed = classifier_of_head(head)
+    fixed = copy_head_as_fixed_classifier(head)
     embedding, labels = torch.randn(20, 6), torch.arange(20) % 5
     torch.testing.assert_close(fixed.logits(embedding), head.logits(embedding))
     mean = float(head(embedding, labels).detach())
@@ -29,7 +29,7 @@ def test_it_is_the_head_it_came_from(form: str) -> None:
 @pytest.mark.parametrize("form", HEAD_NAMES)
 def test_gradients_reach_the_embedding_and_not_the_classifier(form: str) -> None:
     head = build_head(form, 5, 6)
-    fixed = classifier_of_head(head)
+    fixed = copy_head_as_fixed_classifier(head)
     assert not list(fixed.parameters())
     embedding = torch.randn(4, 6, requires_grad=True)
     fixed.loss(embedding, torch.arange(4)).sum().backward()  # type: ignore[no-untyped-call]

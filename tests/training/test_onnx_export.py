@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import VerificationError
-from nobackfill.release.probes import OnnxFile, check_onnx
+from nobackfill.release.probes import OnnxFile, check_onnx_rules
 from nobackfill.training.export.drafting import UpgradeGraph, probe_images
 from nobackfill.training.export.onnx_export import check_parity, export_onnx, quantise, run_onnx
 from nobackfill.training.loop.upgrade import read_upgrade
@@ -82,7 +82,7 @@ def test_exported_files_pass_the_onnx_gate(embedder_file: Path, upgrade_file: Pa
     )
     twin = upgrade_file.with_name("twin.onnx")
     quantise(upgrade_file, twin)
-    check_onnx(
+    check_onnx_rules(
         {
             "embedder": OnnxFile(
                 embedder_file, (("image", "uint8", (8, 8, 3)),), (("embedding", "float32", (16,)),)

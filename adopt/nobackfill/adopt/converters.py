@@ -385,6 +385,11 @@ def publish_map_as_converter(
         )
     old = make_model_card(card.old, pairs.old, models[0], "the old vectors")
     new = make_model_card(card.new, pairs.new, models[1], "the new vectors")
+    if old.fingerprint == new.fingerprint:
+        raise InvalidInputError(
+            f"{card.old.name} and {card.new.name}: expected two different models, got one model "
+            "under two names; its vectors need no converter"
+        )
     evidence = converter_evidence(card, verdict)
 
     def described(number: int, file: PublishedFile) -> Converter:

@@ -381,7 +381,7 @@ class OnnxFile:
     longest_text_tokens: int = 1
 
 
-def check_onnx(files: Mapping[str, OnnxFile]) -> None:
+def check_onnx_rules(files: Mapping[str, OnnxFile]) -> None:
     """Check ONNX files against the rules of onnx_rules.py.
 
     A crafted file may end the process or fill its memory: `trial.try_release` checks in a child.
@@ -438,7 +438,7 @@ def check_release(files: Files, manifest: Manifest) -> None:
             checks.append((upgrade.int8_file, ends))
     checks += [(one.file, manifest.adapter_interface(one)) for one in manifest.adapters]
     longest = 1 if text is None else text.length
-    check_onnx(
+    check_onnx_rules(
         {
             file.path: OnnxFile(locate_file(files, file.path), *ends, longest)
             for file, ends in checks

@@ -466,7 +466,7 @@ class ChromaStore:
             raise
         self._server.rename_collection(original, {"half": ""}, self.before)
 
-    def lead_command(self, name: str, collection: str) -> str:
+    def redirect_command(self, name: str, collection: str) -> str:
         """Return the Python call by which the owner gives the name to a collection."""
         return f"client.get_collection({collection!r}).modify(name={name!r})"
 
@@ -548,8 +548,8 @@ class ChromaStore:
             "switch the queries to the new model; at the same moment give get_collection the new "
             f"model's embedding function and the name {new.name!r}, or `carry` with --flip, or "
             "swap the names:",
-            self.lead_command(f"{old.name}_before", old.name),
-            self.lead_command(old.name, new.name),
+            self.redirect_command(f"{old.name}_before", old.name),
+            self.redirect_command(old.name, new.name),
         ]
 
     def close(self) -> None:

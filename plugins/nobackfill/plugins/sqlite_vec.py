@@ -542,7 +542,7 @@ class VecTable:
         """
         return sorted(self.rowid_by_key(keys).values())
 
-    def rows(self, places: Sequence[int], *, values: bool = True) -> list[VecRow]:
+    def rows(self, rowids: Sequence[int], *, with_other_columns: bool = True) -> list[VecRow]:
         """Read rows by rowid, in their order; those that are gone are left out.
 
         Rows come by increasing rowid, whatever the order of `rowids`. Vectors are read from vec0's
@@ -550,8 +550,8 @@ class VecTable:
         of other rows, or IndexError.
 
         Args:
-            places: Rowids; one that is given twice counts once.
-            values: Whether to read the other columns, too.
+            rowids: The rows to read; one that is given twice counts once.
+            with_other_columns: Whether to read the other columns, too.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -560,15 +560,15 @@ class VecTable:
         listed = self.database.query_all(
             f"SELECT rowid, id, chunk_id, chunk_offset FROM {self.shadow_table('rowids')} "
             "WHERE rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid",
-            json.dumps(list(places)),
+            json.dumps(list(rowids)),
         )
         blobs = {
             one.name: self._cut_vectors(number, listed)
             for number, one in enumerate(self._vectors)
-            if values or one == self.vector
+            if with_other_columns or one == self.vector
         }
         result = []
-        others = self._read_other_values(listed) if values else [{} for _ in listed]
+        others = self._read_other_values(listed) if with_other_columns else [{} for _ in listed]
         for row, (place, name, _, _) in enumerate(listed):
             vectors = {column: blob[row] for column, blob in blobs.items()}
             vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
@@ -783,7 +783,7 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
-            rows = self._table.rows(self._table.rowids(window), values=False)
+            rows = self._table.rows(self._table.rowids(window), with_other_columns=False)
         return _rows_with_vectors(rows, self._table.name)
 
     def read_column(self, window: Window, name: str) -> ColumnValues:
@@ -855,7 +855,9 @@ class SqliteVecSource:
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
-            rows = self._table.rows(self._table.rowids_of_keys(self._keys(ids)), values=False)
+            rows = self._table.rows(
+                self._table.rowids_of_keys(self._keys(ids)), with_other_columns=False
+            )
         return _rows_with_vectors(rows, self._table.name)
 
     def _keys(self, ids: Sequence[str]) -> list[Any]:
@@ -1358,7 +1360,7 @@ class NewVecTable:
         """
         with self._database.transaction("DEFERRED"):
             keys = list(self._noted_digests(window))
-            rows = self._copy.rows(self._copy.rowids_of_keys(keys), values=False)
+            rows = self._copy.rows(self._copy.rowids_of_keys(keys), with_other_columns=False)
         order = {key: number for number, key in enumerate(keys)}
         return _rows_with_vectors(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
 

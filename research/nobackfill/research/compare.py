@@ -430,7 +430,11 @@ def train_and_measure(
         for seed in seeds:
             for split in preset.splits:
                 place = _place(preset, split, seed, root, source, changes or {})
-                own = preset.row_groups if split.name == MAIN else preset.unseen_row_groups
+                own = (
+                    preset.row_groups
+                    if split.name == MAIN
+                    else preset.row_groups_for_unseen_classes
+                )
                 more = first_seed_names if seed == seeds[0] else ()
                 planned.append((place, list_rows(place, (*(names or own), *more))))
         started = time.monotonic()

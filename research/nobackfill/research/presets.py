@@ -61,7 +61,7 @@ class Preset:
         torch_threads: CPU threads of a training; None: torch's choice.
         dmu_hidden_dim: width of DMU's psi; 1,024 in the paper.
         row_groups: groups of rows to compare without --methods.
-        unseen_row_groups: the same for the split with unseen test classes.
+        row_groups_for_unseen_classes: the same for the split with unseen test classes.
         test_share: share of images to test on; None: the data has a test folder.
         metric: how vectors are compared.
         warm_up: all new models start from a common warm-up, which halves the time and treats them
@@ -84,7 +84,7 @@ class Preset:
     torch_threads: int | None
     dmu_hidden_dim: int
     row_groups: tuple[str, ...]
-    unseen_row_groups: tuple[str, ...]
+    row_groups_for_unseen_classes: tuple[str, ...]
     test_share: float | None
     metric: Metric
     warm_up: WarmUp | None = None
@@ -194,7 +194,7 @@ DIGITS = Preset(
     dmu_hidden_dim=256,
     row_groups=_DIGITS_ROWS,
     # Groups for a split with chains have no rows on this one.
-    unseen_row_groups=tuple(name for name in _DIGITS_ROWS if name != "arcface"),
+    row_groups_for_unseen_classes=tuple(name for name in _DIGITS_ROWS if name != "arcface"),
     test_share=0.4,
     metric="cosine",
 )
@@ -212,7 +212,7 @@ CIFAR100_CPU = Preset(
     torch_threads=1,
     dmu_hidden_dim=1024,
     row_groups=("core",),
-    unseen_row_groups=("core",),
+    row_groups_for_unseen_classes=("core",),
     test_share=None,
     metric="cosine",
     # A long common part, so that the independent model is no weak bound; it is trained only once.
@@ -235,7 +235,7 @@ CIFAR100_GPU = replace(
     name="cifar100-gpu",
     configs_folder="cifar100-gpu",
     row_groups=("strong",),
-    unseen_row_groups=("strong",),
+    row_groups_for_unseen_classes=("strong",),
     warm_up=None,
 )
 # The protocol of FCT's public code, in which FCT, FastFill and BT2 print figures.
@@ -373,7 +373,7 @@ def folder_preset(class_count: int) -> Preset:
         CIFAR100_CPU,
         name="folder",
         splits=splits,
-        unseen_row_groups=("core_unseen",),
+        row_groups_for_unseen_classes=("core_unseen",),
         test_share=0.3,
     )
 

@@ -275,7 +275,7 @@ def vault_folders(source: Path | None, target: Path | None) -> tuple[Path, Path]
     return source / "vault", target / "vault"
 
 
-def transfer_vault(source: Path, target: Path) -> TransferReport:
+def transfer_vault(source_folder: Path, target_folder: Path) -> TransferReport:
     """Make a vault equal to another; the digest of each copied blob is checked.
 
     A blob of the same name and size counts as equal, and is not read. Blobs of the target that the
@@ -283,8 +283,8 @@ def transfer_vault(source: Path, target: Path) -> TransferReport:
     again after an error is safe.
 
     Args:
-        source: folder of the source, which a gateway may serve; a missing one has no blobs.
-        target: folder of the target, which no gateway serves; it is created with the first blob.
+        source_folder: its vault may be served meanwhile; a missing one has no blobs.
+        target_folder: its vault is not served; it is created with the first blob.
 
     Returns:
         The numbers of blobs; `alike` compares names and sizes.
@@ -295,18 +295,18 @@ def transfer_vault(source: Path, target: Path) -> TransferReport:
         OSError: the size of a blob cannot be read, or a copy that was just written.
     """
     result = TransferReport()
-    source_blobs, target_blobs = blob_sizes(source), blob_sizes(target)
+    source_blobs, target_blobs = blob_sizes(source_folder), blob_sizes(target_folder)
     for path in target_blobs.keys() - source_blobs.keys():
-        durable.remove_tree(target / path)
+        durable.remove_tree(target_folder / path)
         result.deleted_count += 1
     for path, size in source_blobs.items():
         result.item_count += 1
         if target_blobs.get(path) != size:
             # It may have been deleted in the meantime.
             with suppress(FileNotFoundError):
-                _copy_blob(source / path, target / path)
+                _copy_blob(source_folder / path, target_folder / path)
                 result.written_count += 1
-    result.is_identical = blob_sizes(source) == blob_sizes(target)
+    result.is_identical = blob_sizes(source_folder) == blob_sizes(target_folder)
     return result
 
 

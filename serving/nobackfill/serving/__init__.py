@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
         ItemSource as ItemSource,
-        LineItems as LineItems,
+        JsonLinesItems as JsonLinesItems,
         UrlItems as UrlItems,
     )
 else:

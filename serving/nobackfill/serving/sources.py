@@ -316,7 +316,7 @@ class _LastLine:
     line: bytes = b""
 
 
-class LineItems:
+class JsonLinesItems:
     """Texts from a JSON Lines file with `id` and `text`; the last line of an id wins.
 
     The constructor reads the file once and remembers the place of each line, not the texts. Lines

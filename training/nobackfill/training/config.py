@@ -190,8 +190,8 @@ class EmbedderConfig(_Network):
     def _smoothing_fits(self) -> Self:
         if self.label_smoothing and self.head != "softmax":
             raise ValueError(
-                f"the key label_smoothing needs head: softmax, got {self.head}; set it, or leave "
-                "label_smoothing out"
+                f"the key label_smoothing needs head: softmax, got {self.head}; set head: softmax, "
+                "or leave label_smoothing out"
             )
         return self
 

@@ -413,7 +413,7 @@ class ArrayTarget:
             first, last = map(int, part.stem.split("-"))
             if not np.array_equal(_array(merged)[first:last], _array(part)):
                 raise VerificationError(
-                    f"{self._final}: rows {first} to {last} differ from the vectors that were "
+                    f"{self._final}: rows {first} to {last - 1} differ from the vectors that were "
                     "written; check the disk, and run `nobackfill carry` again"
                 )
 

@@ -73,8 +73,8 @@ class FlippingStore(CollectionStore, Protocol):
             NotFoundError: There is no such name or collection.
         """
 
-    def lead_command(self, name: str, collection: str) -> str:
-        """Return the call of the store's client by which the owner does as `redirect_name`."""
+    def redirect_command(self, name: str, collection: str) -> str:
+        """Return the call of the store's client that redirects a name as `redirect_name` does."""
 
     def record_facts(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts of a collection; the other facts stay (see `Collection.copy_facts`).
@@ -259,8 +259,8 @@ class FlippingSource(CopiedSource):
         """
         if f"{self.flip_name}_new" == to:
             return
-        to_new = self._store.lead_command(self._name, to)
-        to_old = self._store.lead_command(self._name, to.removesuffix("_new"))
+        to_new = self._store.redirect_command(self._name, to)
+        to_old = self._store.redirect_command(self._name, to.removesuffix("_new"))
         raise PreconditionError(
             f"{self._name}: this name leads to the collection {self.flip_name!r} now, which this "
             "migration has neither read nor written, so nothing was changed. Let it lead to the "

@@ -220,7 +220,10 @@ class HttpFetcher:
                     f"{origin}: the host redirects to {url}, which is not https; use an address "
                     "that does not redirect there"
                 )
-        raise DownloadError(f"{url}: the host redirects more than {_REDIRECTS} times")
+        raise DownloadError(
+            f"{url}: expected at most {_REDIRECTS} redirects, got more; use the address that they "
+            "lead to"
+        )
 
 
 def _sentence(error: Exception) -> str:

@@ -499,7 +499,7 @@ class MilvusStore:
         """
         call_milvus(name, lambda: self._client.alter_alias(collection, name))
 
-    def lead_command(self, name: str, collection: str) -> str:
+    def redirect_command(self, name: str, collection: str) -> str:
         """Return the Python call by which the owner lets an alias lead to another collection."""
         return f"client.alter_alias({collection!r}, {name!r})"
 
@@ -520,7 +520,7 @@ class MilvusStore:
         Raises:
             NotFoundError: the old collection was dropped.
         """
-        others = [self.lead_command(one, new.name) for one in self._list_aliases(old.name)]
+        others = [self.redirect_command(one, new.name) for one in self._list_aliases(old.name)]
         return [
             f"programs that open {old.name!r} by its own name still use the old vectors: let them "
             f"open {name!r}",
@@ -569,7 +569,7 @@ class MilvusStore:
             "switch the queries to the new model, and at the same moment:",
         ]
         aliases = self._list_aliases(old.name)
-        steps += [self.lead_command(alias, new.name) for alias in aliases]
+        steps += [self.redirect_command(alias, new.name) for alias in aliases]
         if not aliases:
             steps.append(
                 f"search {new.name!r} in place of {old.name!r}; with an alias, "

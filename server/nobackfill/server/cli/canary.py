@@ -110,7 +110,7 @@ def start(
             old_space_seconds=int(numbers["old_space_seconds"]),
             canary=canary,
         )
-        print_activation_progress(number, events, as_json, is_canary=True)
+        print_activation_progress(number, events, as_json, stop_at_canary=True)
 
 
 @canary_commands.command(
@@ -155,7 +155,7 @@ def step(
                 f"promote {number}`"
             )
         print_activation_progress(
-            number, gateway.activate(number, canary=canary), as_json, is_canary=True
+            number, gateway.activate(number, canary=canary), as_json, stop_at_canary=True
         )
 
 

@@ -212,7 +212,7 @@ def print_activation_progress(
     events: Iterable[pb.ActivateReleaseResponse],
     as_json: bool,
     *,
-    is_canary: bool = False,
+    stop_at_canary: bool = False,
 ) -> None:
     """Print the progress of an activation to stderr, and its last event to stdout; blocks until it
     ends.
@@ -223,14 +223,14 @@ def print_activation_progress(
         release: the release that is activated.
         events: the answers of the call ActivateRelease, read to the end.
         as_json: print the last event as JSON, not as a table.
-        is_canary: return once a canary has begun, not only when the activation ends.
+        stop_at_canary: return once a canary has begun, not only when the activation ends.
     """
     event = pb.ActivateReleaseResponse()
     for event in events:
         progress = f" {event.done}/{event.total}" if event.total else ""
         text = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
         typer.echo(escape_control(text.rstrip()), err=True)
-        if is_canary and event.phase == pb.PHASE_CANARY:
+        if stop_at_canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
     rows = [["release", outcome], [str(release), event.message or "none"]]

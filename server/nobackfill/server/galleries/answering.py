@@ -544,7 +544,7 @@ class PlainAnswerer:
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         questions = self.embed_queries(hosted, request)
-        answers = self.search_embedded(hosted, valid_queries(questions), request)
+        answers = self.search_embedded(hosted, accepted_queries(questions), request)
         return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
 
     def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
@@ -608,7 +608,7 @@ class PlainAnswerer:
             except InvalidInputError as error:
                 questions.append(error)
         if not request.is_background:
-            self._shared.count_searches(valid_queries(questions))
+            self._shared.count_searches(accepted_queries(questions))
         return questions
 
     def search_embedded(
@@ -663,7 +663,7 @@ class PlainAnswerer:
         return find_nearest(questions, matches, records_speed=not request.is_background)
 
 
-def valid_queries(
+def accepted_queries(
     embedded_queries: Sequence[EmbeddedQuery | InvalidInputError],
 ) -> list[EmbeddedQuery]:
     """Return the questions that were not refused, in their order."""

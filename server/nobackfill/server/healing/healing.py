@@ -38,11 +38,11 @@ from nobackfill.server.embedding.embedding import EmbeddingService
 from nobackfill.server.galleries.answering import (
     EmbeddedQuery,
     PlainAnswerer,
+    accepted_queries,
     find_nearest,
     matching_items,
     rank_hits,
     rank_nearest,
-    valid_queries,
 )
 from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.hosted_file import HostedInFile
@@ -304,7 +304,7 @@ class HealingAnswerer:
         answers: dict[EmbeddedQuery, QueryAnswer] = {}
         to_heal = [
             question
-            for question in valid_queries(questions)
+            for question in accepted_queries(questions)
             if request.may_reembed and self._may_reembed(hosted, question)
         ]
         if to_heal:
@@ -313,7 +313,7 @@ class HealingAnswerer:
                     to_heal, matching_items(hosted, request.condition)
                 )
             answers.update(zip(to_heal, results, strict=True))
-        others = [question for question in valid_queries(questions) if question not in answers]
+        others = [question for question in accepted_queries(questions) if question not in answers]
         answers |= self._plain.search_embedded(hosted, others, request)
         return [
             question if isinstance(question, InvalidInputError) else answers[question]

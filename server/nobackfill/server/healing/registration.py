@@ -16,7 +16,13 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.serving.reembedding import ReembeddingLimits
-from nobackfill.serving.sources import FolderItems, FunctionItems, ItemSource, LineItems, UrlItems
+from nobackfill.serving.sources import (
+    FolderItems,
+    FunctionItems,
+    ItemSource,
+    JsonLinesItems,
+    UrlItems,
+)
 from nobackfill.vectors import InputKind
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
@@ -168,7 +174,7 @@ class AllowedSources:
             )
             return FunctionItems(_import_function(self._functions[name]), None)
         if source.address.startswith(TEXTS):
-            return LineItems(self._resolve(Path(source.address.removeprefix(TEXTS))))
+            return JsonLinesItems(self._resolve(Path(source.address.removeprefix(TEXTS))))
         kind: InputKind = "text" if source.address.endswith(_TEXT_SUFFIX) else "image"
         if not source.address.startswith(FOLDER):
             host = _url_host(source.address)

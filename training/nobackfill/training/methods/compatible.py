@@ -23,7 +23,7 @@ from nobackfill.training.networks.embedder import (
 )
 from nobackfill.training.networks.heads import (
     FixedClassifier,
-    classifier_of_head,
+    copy_head_as_fixed_classifier,
     first_elements,
     labels_of_new_classes,
 )
@@ -90,7 +90,7 @@ class CompatibleObjective(EmbedderObjective):
         self.options = read_options(config.options, self.options_model, config.method)
         self.old = old_model(inputs)
         self.old_encoder = FrozenModule(_Resized(self.old.encoder))
-        self.old_classifier: FixedClassifier = classifier_of_head(self.old.head)
+        self.old_classifier: FixedClassifier = copy_head_as_fixed_classifier(self.old.head)
         # Each new class's row in the old classifier; -1 if the class is unknown there.
         known = labels_of_new_classes(self.old.class_names, inputs.class_names)
         self.register_buffer("known_labels", known)

@@ -9,7 +9,7 @@ from nobackfill.training.methods.cheap_maps import flatten_views
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.networks.heads import (
     FixedClassifier,
-    classifier_of_head,
+    copy_head_as_fixed_classifier,
     gaussian_classifier,
     labels_of_new_classes,
 )
@@ -97,7 +97,7 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
         The classifier, and rows int64 [classes of the training].
     """
     if inputs.new_head is not None:
-        return classifier_of_head(inputs.new_head), labels_of_new_classes(
+        return copy_head_as_fixed_classifier(inputs.new_head), labels_of_new_classes(
             inputs.new_class_names, inputs.class_names
         )
     new, labels = inputs.labelled()

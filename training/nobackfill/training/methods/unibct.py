@@ -27,8 +27,8 @@ from nobackfill.training.methods.compatible import (
 from nobackfill.training.networks.heads import (
     FixedClassifier,
     Head,
+    fixed_form_of_head,
     gaussian_classifier,
-    head_kind_of,
 )
 
 
@@ -64,7 +64,7 @@ class UniBctObjective(CompatibleObjective):
         # Before the first refresh the term is off and these are not used.
         self.pseudo_classifier = FixedClassifier(
             torch.zeros(self.class_count, self.old.encoder.dim),
-            head_kind=head_kind_of(self.head),
+            head_kind=fixed_form_of_head(self.head),
             margin=self.head.margin,
             scale=self.head.scale,
         )
@@ -168,7 +168,7 @@ def pseudo_classifier(
         labels: int64 [n], rows of `prototypes`; used only for a softmax head.
         head: gives form, margin and scale.
     """
-    form = head_kind_of(head)
+    form = fixed_form_of_head(head)
     if form != "softmax":
         return FixedClassifier(prototypes, head_kind=form, margin=head.margin, scale=head.scale)
     return gaussian_classifier(prototypes, old_features, labels)

@@ -358,7 +358,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
     return embedding[:, :k]
 
 
-def classifier_of_head(head: Head) -> FixedClassifier:
+def copy_head_as_fixed_classifier(head: Head) -> FixedClassifier:
     """Make a fixed copy of a head; later changes of the head do not affect it.
 
     The copy is on the head's device. The copy of a simplex has all dim + 1 vertices.
@@ -366,14 +366,14 @@ def classifier_of_head(head: Head) -> FixedClassifier:
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
         head.classifier_weights(),
-        head_kind=head_kind_of(head),
+        head_kind=fixed_form_of_head(head),
         margin=head.margin,
         scale=head.scale,
         bias=bias,
     )
 
 
-def head_kind_of(head: Head) -> str:
+def fixed_form_of_head(head: Head) -> str:
     """Return the form of a head as FixedClassifier takes it: softmax, cosface or arcface.
 
     A normalised softmax and a simplex are cosface with margin 0. The form does not tell these apart

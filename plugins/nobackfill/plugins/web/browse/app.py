@@ -182,7 +182,7 @@ class _CachedSearch:
     read_at: float
 
 
-class CachedSearches:
+class SearchSnapshots:
     """Cached searches in the active and in the previous space; threads may share it.
 
     A search is read again after any commit to the gallery; during a sync, every two seconds. Every
@@ -341,7 +341,7 @@ class ItemPages:
     """Pages of items: the grid, one item, and its pictures."""
 
     def __init__(
-        self, device: Device, view: CachedSearches, thumbnails: Thumbnails, site: Site
+        self, device: Device, view: SearchSnapshots, thumbnails: Thumbnails, site: Site
     ) -> None:
         self._device = device
         self._view = view
@@ -595,7 +595,7 @@ def _format_time(text: object) -> str | None:
 class SearchPages:
     """Searches by uploaded pictures, which are not stored."""
 
-    def __init__(self, view: CachedSearches, items: ItemPages, site: Site) -> None:
+    def __init__(self, view: SearchSnapshots, items: ItemPages, site: Site) -> None:
         self._view = view
         self._items = items
         self._site = site
@@ -835,7 +835,7 @@ def make_site(device: Device, hosts: Iterable[str], token: str) -> Guard:
         once a page needs them.
     """
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
-    view, desk = CachedSearches(device), TaskRunner()
+    view, desk = SearchSnapshots(device), TaskRunner()
     items = ItemPages(device, view, Thumbnails(device.path), site)
     searches = SearchPages(view, items, site)
     releases = ReleasePages(device, desk, site)
