@@ -33,7 +33,11 @@ def test_every_change_is_followed(tmp_path: Path) -> None:
         assert not carried.is_loaded
         # What changes before it is read is followed, too.
         store.delete(ids(1))
+        labels = store.load_vectors(TWO)[0]
+        assert carried.native_mask(labels).all()
         carried.load()
+        # A mask from before is not given again.
+        assert not carried.native_mask(labels).any()
         for change in (
             lambda: store.delete(ids(2, 1)),
             lambda: store.write_vectors(

@@ -315,7 +315,7 @@ class MigratedItems:
         with self._lock:
             carried = np.zeros(int(labels.max(initial=-1)) + 1, np.bool_)
             carried[labels] = True
-            self._carried, self._count = carried, len(labels)
+            self._carried, self._count, self._masks = carried, len(labels), []
             pending, self._pending = self._pending or [], None
             for labels_of_change, is_carried in pending:
                 self._mark(labels_of_change, carried=is_carried)
