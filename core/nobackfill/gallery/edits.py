@@ -214,6 +214,8 @@ def change_metadata(
     Raises:
         InvalidInputError: Invalid `values`: nothing is changed. Or the metadata of an item would
             become too large: its piece is unchanged.
+        AttributeError, TypeError: A key of `values` is no text, or `values` is no dict; nothing is
+            changed.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
         VerificationError: The gallery is damaged.
@@ -248,6 +250,7 @@ def merge_metadata(
     Raises:
         InvalidInputError: Invalid `values`, or the metadata of an item would become too large; the
             message names the item. Without items, `values` are not checked.
+        AttributeError: A key of `values` is no text.
     """
     texts = []
     for label, (name, metadata) in items.items():
@@ -305,6 +308,7 @@ def change_metadata_in_file(
     Raises:
         InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
             nothing is changed. Without items that pass, `values` are not checked.
+        AttributeError: A key of `values` is no text; nothing is changed.
         BusyError: Another process still writes the gallery after 5 s; nothing is changed.
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.

@@ -114,6 +114,9 @@ class KeyColumn:
         Returns:
             Arrays in no fixed order, some perhaps empty; they are views of the column, so do not
             write into them. The first TimeRange parses every text of the column, once.
+
+        Raises:
+            TypeError: A value of a OneOf is None or a list, or a bound is no number.
         """
         if isinstance(test, OneOf):
             return self._one_of(test.values)
@@ -256,6 +259,9 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
 
     Returns:
         A new array.
+
+    Raises:
+        TypeError: A value of a OneOf is None or a list, or a bound is no number.
     """
     if isinstance(condition, Not):
         passing = mask_rows(condition.excluded_filter, column, count)
@@ -422,6 +428,9 @@ class Segment:
 
         Args:
             condition: A filter that `filters.check_filter` has accepted.
+
+        Raises:
+            TypeError: A value of a OneOf is None or a list, or a bound is no number.
         """
         return mask_rows(condition, self._column, len(self.labels))
 
@@ -476,7 +485,8 @@ class StoredSegment:
 
     Columns are read from the file on demand; above `most_bytes`, the longest unused ones are
     dropped. A thread that needs a column that another thread reads waits only for that column. An
-    item that changed since may have its old or its new values.
+    item that changed since may have its old or its new values. The constructor reads all labels,
+    and may raise each error of `load_column`.
     """
 
     def __init__(self, store: Store, most_bytes: int) -> None:
@@ -503,6 +513,7 @@ class StoredSegment:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
             KeyError: `keys` lacks a key of the filter.
+            TypeError: A value of a OneOf is None or a list, or a bound is no number.
         """
         columns = {key: self.load_column(key) for key in sorted(keys)}
         return mask_rows(condition, columns.__getitem__, len(self.labels))

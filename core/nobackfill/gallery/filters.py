@@ -243,6 +243,7 @@ class StoreFilter(Protocol):
         Raises:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
+            TypeError: The condition is no filter, such as None.
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """

@@ -43,6 +43,7 @@ class Searcher(Protocol):
             InvalidInputError: Queries of another shape, not finite, or not of norm 1 where the
                 space demands it. A filter with too many tests, values or levels, a NaN, or an
                 integer of more than 64 bits.
+            TypeError: The condition is no filter.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be opened, is damaged, or was closed.
         """
@@ -132,10 +133,15 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             The label of each item, and whether its content is new or was replaced.
 
         Raises:
-            InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
+            InvalidInputError: Invalid vectors, ids or metadata, lists of another length, or an id
+                twice; nothing is stored.
             IncompatibleSpaceError: The gallery lacks a space.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
+            ValueError: Nested lists of unequal lengths.
+            TypeError, AttributeError: An id or a key of metadata is no text, or metadata is no
+                dict.
+            Exception: An error of a listener; the items stay stored.
         """
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -147,6 +153,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         Raises:
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
+            Exception: An error of a listener; the items stay deleted.
         """
 
     def get(self, item_id: str) -> StoredItem | None:
@@ -318,6 +325,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
+            Exception: An error of a listener; the change stays committed.
         """
 
     def rollback(
@@ -341,6 +349,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
+            Exception: An error of a listener; the change stays committed.
         """
 
     def drop_space(self, space: str) -> None:
@@ -351,6 +360,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             IncompatibleSpaceError: The gallery does not have it.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
+            Exception: An error of a listener; the space stays removed.
         """
 
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:

@@ -197,7 +197,8 @@ def group_items_by_value(store: Store, key: str, space: str) -> list[MetadataGro
     Args:
         store: The gallery.
         key: The key; items without it are in no group.
-        space: Id of the space of the groups' labels.
+        space: Id of the space of the groups' labels; items without a vector there are counted, but
+            have no label.
 
     Returns:
         The groups: flags first, then numbers, then texts, each by increasing value. Empty if no
@@ -326,7 +327,7 @@ class MigratedItems:
         Do not write to the mask, and do not change `labels` later: both are cached.
 
         Args:
-            labels: int64 [n], increasing.
+            labels: int64 [n], increasing, from 0 on; n may be 0.
 
         Returns:
             bool [n]; before `load`, all are True. An unknown label counts as not migrated.

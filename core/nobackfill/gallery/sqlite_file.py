@@ -191,7 +191,12 @@ def vectors_from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
 
 
 def rows_to_labels(rows: Iterable[tuple[int]]) -> Labels:
-    """Return rows of one integer each as an array, int64 [n]; all rows are read."""
+    """Return rows of one integer each as an array, int64 [n]; all rows are read.
+
+    Raises:
+        sqlite3.Error: The rows come from a cursor, and SQLite fails.
+        TypeError: A row has None.
+    """
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
@@ -311,7 +316,7 @@ WRITERS_TABLE = "nobackfill"
 def read_format(connection: sqlite3.Connection, path: Path) -> int:
     """Return the format of a file's tables; 0 for a file of this program without tables.
 
-    An older format is returned, not refused: `migrate_file` brings it to FORMAT.
+    An older format is returned, not refused: `migrate_file` brings it to GALLERY_FORMAT.
 
     Raises:
         VerificationError: The file belongs to another program, or has a newer format; the message
@@ -361,15 +366,16 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
     A view can be endless, a trigger runs at each write, and a generated column computes anything.
 
     Other tables and views are ignored, and so are indexes. A table of vectors that is missing is
-    not noticed.
+    not noticed. Columns of `vault` are only checked for generated ones.
 
     Args:
         connection: The file.
         path: Its path, for the message.
 
     Raises:
-        DamagedError: A trigger; or a table of a gallery that is missing, a view or virtual, or has
-            other or generated columns, or no integer as its key.
+        DamagedError: A trigger; a name that is no text; or a table of a gallery that is missing, a
+            view or virtual, or has other or generated columns. Tables of items and vectors need an
+            integer as their key.
         sqlite3.Error: SQLite fails.
     """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
@@ -588,6 +594,10 @@ def draw_labels(
 
     Returns:
         int64, increasing: at least half of `count`, if there are that many.
+
+    Raises:
+        ValueError: `count` is negative.
+        Exception: An error of a callback.
     """
     first, last = bounds
     if first is None or last is None:
@@ -867,6 +877,7 @@ def draw_random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: i
         is not reproducible.
 
     Raises:
+        ValueError: `count` is negative, and the space has vectors.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     table = vector_table_name(info.table_number)
@@ -951,7 +962,7 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
     Raises:
         TypeError: A value cannot be written as JSON. Earlier values are written; the caller rolls
             back.
-        ValueError: A value contains NaN or infinity. The caller rolls back.
+        ValueError: A value contains NaN, infinity or half a surrogate pair. The caller rolls back.
         sqlite3.Error: A statement failed; the caller rolls back.
     """
     for key, value in values.items():
@@ -1275,10 +1286,10 @@ class SuspendablePool:
         self._open: deque[Suspendable] = deque()
 
     def register(self, resident: Suspendable) -> None:
-        """Record that one more resident is open, and close others until at most `most` are open.
+        """Record that one more resident is open; close others until at most `most_open` are open.
 
         A resident that was used since the last call is skipped once; one that is in use stays open.
-        If all are in use, more than `most` stay open. A resident that was closed elsewhere counts
+        If all are in use, more stay open. A resident that was closed elsewhere counts
         as open until its turn. Any thread may call it.
 
         Args:
@@ -1333,6 +1344,7 @@ class FileConnections:
             BusyError: Another process has it for itself.
             CannotWriteError: It cannot even be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
+            OSError: This user may not search the folder.
         """
         self.path = path
         self._writing = threading.RLock()
@@ -1425,6 +1437,7 @@ class FileConnections:
                 error in the block says so. A violated constraint counts as damage.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
+            OSError: This user may not search the folder.
             sqlite3.ProgrammingError: The block misuses a connection, such as a closed one.
         """
         with self._users:
@@ -1500,7 +1513,8 @@ class FileConnections:
         Any number of threads may read at a time. Where only one connection is possible, they take
         turns with the writer. The snapshot begins at the first statement of the block. A statement
         that writes raises CannotWriteError, except where the connection is the only one: there it
-        is rolled back.
+        is rolled back. There, a block within this thread's own transaction sees its uncommitted
+        changes, and its writes are not rolled back.
 
         Raises:
             BusyError: Another process has the file for itself, or its owner changed it while it was
@@ -1563,7 +1577,7 @@ class FileConnections:
         """Return free pages to the file system.
 
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
-        reader prevents it. After an error, pages that were returned stay returned.
+        reader prevents it for 5 s. After an error, pages that were returned stay returned.
 
         Without free pages, only the log is emptied. Do not call it in a transaction, which it may
         commit.
@@ -1577,6 +1591,7 @@ class FileConnections:
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
+            ValueError: `page_count` is 0.
         """
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
@@ -1683,7 +1698,8 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
     Missing folders are made with mode 0700, the file has mode 0600. Temporary files of killed
     processes are removed, and a lock file stays next to the gallery.
 
-    After an error, no file is left but the lock file and the folders.
+    After an error, no file is left but the lock file and the folders. If only the folder could not
+    be synced, the gallery stays, too.
 
     Args:
         path: The file.
@@ -1722,6 +1738,7 @@ def refuse_leftover_log(path: Path) -> None:
 
     Raises:
         AlreadyExistsError: There is such a log.
+        OSError: This user may not search the folder.
     """
     for end in ("-wal", "-journal"):
         log = path.with_name(path.name + end)

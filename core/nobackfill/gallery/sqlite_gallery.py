@@ -93,6 +93,7 @@ class SqliteGallery(Store):
             InvalidInputError: Invalid `values_to_set`, or the metadata of an item would become too
                 large; nothing is changed. Without items that pass, `values_to_set` are not
                 checked.
+            AttributeError: A key of `values_to_set` is no text; nothing is changed.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
             Exception: An error of a listener; the change stays committed, and later listeners are
@@ -270,6 +271,7 @@ class SqliteGallery(Store):
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
             ValueError: Nested lists of unequal lengths.
+            IndexError: `uncertainty` is a single number.
             Exception: An error of a listener; the change stays committed, and later listeners are
                 not called.
         """
@@ -329,8 +331,8 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
-            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
-                infinity; nothing is changed.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN,
+                infinity or half a surrogate pair; nothing is changed.
             Exception: An error of a listener; the change stays committed, and later listeners are
                 not called.
         """
@@ -358,8 +360,8 @@ class SqliteGallery(Store):
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
             BusyError, CannotWriteError, VerificationError: The file is locked, cannot be opened or
                 written, or is damaged.
-            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
-                infinity; nothing is changed.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN,
+                infinity or half a surrogate pair; nothing is changed.
             Exception: An error of a listener; the change stays committed, and later listeners are
                 not called.
         """
@@ -381,6 +383,7 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery does not have it.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            Exception: An error of a listener.
         """
         from nobackfill.gallery import staging
 
@@ -419,6 +422,7 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery lacks a space.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            ValueError: `count` is negative, and the second space has vectors.
         """
         from nobackfill.gallery import staging
 
@@ -443,6 +447,7 @@ class SqliteGallery(Store):
             CannotWriteError: The temporary file cannot be written.
             BusyError, NotFoundError: The file is locked, or the gallery was closed.
             OSError: The folder above the gallery's folder cannot be written.
+            sqlite3.Error: SQLite cannot create the temporary file, such as on a full disk.
             Exception: Any other error of the runner.
         """
         from nobackfill.gallery.staging import estimate_upgrade
@@ -478,6 +483,8 @@ class SqliteSearcher:
             InvalidInputError: Queries of another shape, not finite, or not of norm 1 where the
                 space demands it. A filter with too many tests, values or levels, a NaN, or an
                 integer of more than 64 bits.
+            TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound
+                of a Range is no number.
             VerificationError: The gallery's file is damaged.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.

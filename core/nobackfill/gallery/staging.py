@@ -101,8 +101,8 @@ class Runner(Protocol):
         Raises:
             InvalidInputError: Another shape, or missing side-information.
             VerificationError: The outputs are no vectors of the target space.
-            UnusableOutputError: The model returns no usable vector for some rows, which its `rows`
-                list.
+            UnusableOutputError: The model returns no usable vector for some rows, which its
+                `unusable_rows` list.
         """
 
 
@@ -120,6 +120,7 @@ class VectorWindows(Protocol):
             items_per_chunk: Largest number of items of a chunk, at least 1.
 
         Raises:
+            KeyError, ValueError: Another order.
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
@@ -306,10 +307,10 @@ def run_upgrade(
     Raises:
         UnusableOutputError: The runner made no usable vector for some items, which the message
             names; the chunk is not written, earlier ones stay.
-        InvalidInputError: `chunk` is below 1; nothing is changed. The runner's output is invalid,
-            or the target exists with another dimension, metric or side space; the chunk is not
-            written, earlier ones stay.
-        IncompatibleSpaceError: The gallery does not have the source.
+        InvalidInputError: `items_per_chunk` is below 1, or the target exists with another release,
+            dimension, metric, norm or side space; nothing is changed. The runner's output is
+            invalid; the chunk is not written, earlier ones stay.
+        IncompatibleSpaceError: The gallery does not have the source. The target was staged already.
         Exception: Any error of the runner, of `on_progress` or of `should_stop`; earlier chunks
             stay.
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
@@ -520,6 +521,7 @@ def write_vectors(
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
         ValueError: Nested lists of unequal lengths.
+        IndexError: `uncertainty` is a single number.
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -552,7 +554,7 @@ def check_uncertainty(uncertainty: ArrayLike | None, row_count: int) -> NDArray[
         row_count: The expected number n.
 
     Returns:
-        float32 [rows]; None for None.
+        float32 [n]; None for None.
 
     Raises:
         InvalidInputError: Another number or dtype. UnusableRowsError, with the rows: values that
@@ -639,8 +641,8 @@ def flip(
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
-        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
-            infinity; nothing is changed.
+        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN,
+            infinity or half a surrogate pair; nothing is changed.
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -675,8 +677,8 @@ def rollback(
         BusyError: Another process still writes the gallery after 5 s; nothing is changed.
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
-        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
-            infinity; nothing is changed.
+        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN,
+            infinity or half a surrogate pair; nothing is changed.
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -845,7 +847,7 @@ def sample_pairs(
         store: The gallery.
         space: Id of the first space.
         other_space: Id of the second space.
-        count: Largest number of items, at least 1; ValueError for a negative one.
+        count: Largest number of items, at least 1.
 
     Returns:
         Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space. n may be
@@ -859,6 +861,7 @@ def sample_pairs(
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        ValueError: `count` is negative, and the second space has vectors.
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other_space)
@@ -913,6 +916,7 @@ class RemainingVectors:
 
         Raises:
             KeyError: Another order.
+            ValueError: `items_per_chunk` is 0.
             VerificationError: The file is damaged, or a space was removed meanwhile.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.

@@ -149,7 +149,7 @@ def check_batch(
     Raises:
         InvalidInputError: An invalid or repeated id, such as "" or one with a zero byte, invalid
             metadata, or lists of another length.
-        TypeError, AttributeError: An id or a key of metadata is no text.
+        TypeError, AttributeError: An id or a key of metadata is no text, or metadata is no dict.
     """
     for name, values in (("digests", digests), ("metadata", metadata)):
         if values is not None and len(values) != len(ids):
@@ -199,6 +199,7 @@ def metadata_json(metadata: Metadata) -> str:
             a mapping, a list of anything but texts, or no finite number. An integer has more than
             64 bits, or the text more than MOST_METADATA_BYTES.
         AttributeError: A key is no text.
+        TypeError: `metadata` is a mapping but no dict.
     """
     for key, value in metadata.items():
         if not (is_storable_text(key) and _is_value(value)):
@@ -416,6 +417,9 @@ def change_after_put(
     Returns:
         The change. A space without a new row is not in `added_vectors`; a repeated space would
         lose rows.
+
+    Raises:
+        ValueError: There are not as many masks as `vectors`.
     """
     added = {
         one.space_info.spec.space: (result.labels[rows], one.embedding[rows])
@@ -520,6 +524,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
+            OSError: This user may not search the folder.
         """
         self.path = path
         self._connections = FileConnections(path, pool)
@@ -568,6 +573,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
+            OSError: This user may not search the folder.
         """
         return cls(path, pool)
 
@@ -590,13 +596,13 @@ class Store:
         self._connections.reopen()
 
     def suspend(self) -> bool:
-        """Close every connection until one is needed. Never waits.
+        """Close every connection, and free the lock, until one is needed. Never waits.
 
-        The next call opens them again, and may raise each error of the constructor. A closed
-        gallery stays closed.
+        The next call opens them again, and may raise each error of the constructor. Another process
+        may have the gallery to itself meanwhile. A closed gallery stays closed.
 
         Returns:
-            False if a thread uses one; they stay open.
+            False if a thread uses, opens or closes one; they stay open.
         """
         return self._connections.suspend()
 
@@ -611,8 +617,9 @@ class Store:
 
         Entering the context opens the file's connections if they are closed.
 
-        A transaction that is open in another context is not seen. Errors of SQLite in the block are
-        translated, too: a damaged row raises VerificationError.
+        A transaction that is open in another context is not seen. On a full disk there may be only
+        one connection: a read then waits for writers, and sees this thread's own transaction.
+        Errors of SQLite in the block are translated, too: a damaged row raises VerificationError.
 
         Raises:
             NotFoundError: The gallery was closed for good, or its file is gone.
@@ -683,8 +690,8 @@ class Store:
         Other threads of this process that write are waited for without limit.
 
         Returns:
-            False if a reader, a lock or the disk prevents it; the next change tries again. Readers
-            are not waited for.
+            False if a reader, a lock, the disk or this thread's own transaction prevents it; the
+            next change tries again. Readers are not waited for.
 
         Raises:
             BusyError: Another process has the file to itself.
@@ -699,7 +706,7 @@ class Store:
         """Return free pages to the file system.
 
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
-        reader prevents it. After an error, pages that were returned stay returned.
+        reader prevents it for 5 s. After an error, pages that were returned stay returned.
 
         Args:
             page_count: Pages that one transaction returns, at least 1; other processes may commit
@@ -710,6 +717,7 @@ class Store:
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
+            ValueError: `page_count` is 0.
         """
         self._connections.compact(page_count)
 
@@ -717,7 +725,7 @@ class Store:
         """Call `listener` after each commit of this process, in order, in the writer's thread.
 
         Commits of other processes are not reported. A listener that is subscribed twice is called
-        twice.
+        twice. The call waits for a change of another thread to end.
 
         Args:
             listener: Gets the change, once it is durable. It runs under a lock: other threads of
@@ -829,7 +837,8 @@ class Store:
             UnusableRowsError: Rows that are not finite or too large, or not of norm 1 where the
                 space demands it.
             ValueError: Nested lists of unequal lengths.
-            TypeError, AttributeError: An id or a key of metadata is no text.
+            TypeError, AttributeError: An id or a key of metadata is no text, or metadata is no
+                dict.
             Exception: An error of a listener; the change stays committed, and later listeners are
                 not called.
         """
@@ -1053,7 +1062,7 @@ class Store:
 
         Raises:
             TypeError: A value cannot be written as JSON.
-            ValueError: A value contains NaN or infinity.
+            ValueError: A value contains NaN, infinity or half a surrogate pair.
             BusyError: Another process still writes the gallery after 5 s; nothing is changed.
             CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.

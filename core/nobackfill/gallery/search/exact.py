@@ -92,6 +92,10 @@ class ExactIndex:
 
         Returns:
             The new index. Calls for the same index must not overlap; other threads may search it.
+
+        Raises:
+            ValueError: Another dimension, or another number of vectors than labels. A single vector
+                is not refused: each label gets it.
         """
         prepared = prepare_vectors(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)

@@ -372,7 +372,8 @@ class GraphSkeleton:
     def write(self, path: Path) -> None:
         """Write the index file; `row_hashes` must be set, which is asserted.
 
-        The file gets mode 0600. Only one process may write a path at a time.
+        The file gets mode 0600. Only one process may write a path at a time: temporary files of
+        others are removed.
 
         Args:
             path: The file, in an existing folder; any earlier one is replaced atomically.

@@ -287,7 +287,8 @@ class HnswIndex:
     def save(self, path: Path) -> None:
         """Write an index file without the vectors, atomically, in place of any file there.
 
-        It computes a sum of every vector. Only one process may write a path at a time.
+        It computes a sum of every vector. Only one process may write a path at a time: temporary
+        files of others are removed.
 
         Args:
             path: The file, in an existing folder; it gets mode 0600.

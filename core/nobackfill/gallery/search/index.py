@@ -208,7 +208,7 @@ def merge_neighbours(parts: list[Neighbours], k: int) -> Neighbours:
         Neighbours [q, k], nearest first, equal distances by label, padded to k.
 
     Raises:
-        ValueError: There is no part.
+        ValueError: There is no part, or the parts have different numbers of queries.
     """
     both = concatenate_neighbours(parts, axis=1)
     return nearest_candidates(both.labels, both.distances, k)
@@ -253,6 +253,9 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
 
     Returns:
         float32 [q, c], 0 or more; the cosine distance to a zero vector is 1.
+
+    Raises:
+        ValueError: The dimensions differ.
     """
     if metric == "squared_l2":
         differences = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
@@ -316,6 +319,9 @@ def search_by_origin(
     Returns:
         Neighbours [q, k] by the distance of an equally likely native vector; the distances are the
         items' own.
+
+    Raises:
+        Exception: An error of a callback.
     """
     # Read once: an item that is re-embedded meanwhile must be found only once.
     cached: dict[int, tuple[Mask, Mask]] = {}
@@ -344,6 +350,9 @@ def merge_on_native_scale(
     Returns:
         Neighbours [q, k] by the distance of an equally likely native vector; equal ones by their
         own distance, then by label.
+
+    Raises:
+        ValueError: The hits have different numbers of queries.
     """
     both = concatenate_neighbours([migrated, native], axis=1)
     joined = rank_on_native_scale(
