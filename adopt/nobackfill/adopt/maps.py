@@ -436,7 +436,7 @@ def fit_maps(
     Args:
         old: Vectors by the old model, float32 [n, a].
         new: Vectors of the same items by the new model, float32 [n, b].
-        kinds: Names of KINDS; none give no maps. A repeated one counts once.
+        kinds: Names of MAP_KINDS; none give no maps. A repeated one counts once.
         rows_per_item: Number of adjacent rows that belong to one item and are left out together.
             At least 1.
 
@@ -445,9 +445,10 @@ def fit_maps(
 
     Raises:
         InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows. A
-            kind is not in KINDS.
+            kind is not in MAP_KINDS.
         ValueError: A vector holds NaN or infinity. The number of rows is no multiple of
             `rows_per_item`, and a kind other than "procrustes" is wanted.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
     """
     if len(old) != len(new) or len(old) < 2 * rows_per_item:
         raise InvalidInputError(
@@ -520,18 +521,18 @@ class MapSolver:
         Nothing is fitted again: the same moments give the same maps.
 
         Args:
-            strength: Parameters of the affine map; None only if all kinds are "procrustes";
-                AssertionError otherwise.
+            strength: Parameters of the affine map; None only if all kinds are "procrustes".
             unit_norm: Whether the maps normalise their output, as in Map.
-            kinds: Names of KINDS.
+            kinds: Names of MAP_KINDS.
 
         Returns:
             The maps by kind, float32, in the order of `kinds`; a repeated kind counts once.
 
         Raises:
-            InvalidInputError: A kind is not in KINDS.
+            InvalidInputError: A kind is not in MAP_KINDS.
             numpy.linalg.LinAlgError: The equations are singular, as with a penalty near 0 and fewer
                 pairs than dimensions.
+            AssertionError: `strength` is None, and a kind needs it.
         """
         if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
             raise InvalidInputError(
@@ -628,6 +629,8 @@ def open_trainer(name: str) -> Trainer:
     Raises:
         NotFoundError: There is no such module or function, or the module fails to import another.
         InvalidInputError: The name leads to an object that is no function.
+        TypeError: The name of the module begins with a dot.
+        Exception: Any other error of the module's own code.
     """
     module, _, function = name.partition(":")
     try:
@@ -664,7 +667,9 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
 
     Raises:
         InvalidInputError: The trainer returns no layers, layers that do not fit one another or the
-            dimensions a and b, or NaN or infinity.
+            dimensions a and b, or NaN or infinity. `old` has another dimension than `affine`.
+        ValueError, TypeError: The trainer returns something else than pairs of arrays of numbers.
+        Exception: Any error of the trainer.
     """
     layers: list[tuple[Vectors, Vectors]] = []
     size = affine.dims[0]

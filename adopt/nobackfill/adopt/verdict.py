@@ -95,6 +95,8 @@ class MapChoice:
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
             ValueError: A vector holds NaN or infinity. Or there are fewer than 2 pairs, for the
                 kind "corrected" or with queries.
+            numpy.linalg.LinAlgError: The equations cannot be solved.
+            Exception: Any error of the trainer.
         """
         if converter is not None and self.kind in (CONVERTER, CORRECTED):
             if self.kind == CONVERTER:
@@ -128,6 +130,8 @@ class MapChoice:
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
             ValueError: A vector holds NaN or infinity. Or fewer than 2 pairs are left, for the kind
                 "corrected" or with queries.
+            numpy.linalg.LinAlgError: The equations cannot be solved.
+            Exception: Any error of the trainer.
         """
         if left_out.all():
             return self.fit(pairs, converter)
@@ -168,6 +172,8 @@ def choose_map(
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
         ValueError: A vector holds NaN or infinity, or with cosine is zero.
         IndexError: There is no set of queries.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
+        Exception: Any error of the trainer.
     """
     candidates = crossfit.cross_fit_candidates(pairs, query_sets, converter, trainer=trainer)
     queries = query_sets[0]
@@ -204,7 +210,7 @@ class AdapterChoice:
         """Return the choices that judge a set of queries, each with its queries' numbers.
 
         Args:
-            set_number: Which set; the first one chose.
+            set_number: Which set, from 0; the first one chose. It need not exist.
             query_count: Number of its queries.
 
         Returns:
@@ -221,8 +227,14 @@ class AdapterChoice:
 
         No query is judged by a candidate that it chose, nor by a map that its item is fitted on.
 
+        Args:
+            set_number: Which of the sets of `choose_adapter`, from 0; the first one chose.
+
         Returns:
             A new array, float32.
+
+        Raises:
+            IndexError: There is no such set.
         """
         block = self.choice.held_out_result.query_distances[set_number].copy()
         for choice, rows in self.by_half(set_number, len(block)):
@@ -235,7 +247,7 @@ class AdapterChoice:
         It fits one map for each fold and half.
 
         Args:
-            set_number: Which set.
+            set_number: Which set, from 0; the first one chose.
             queries: Its q queries.
             pairs: The n pairs.
             fold: The fold of each pair [n].
@@ -247,6 +259,7 @@ class AdapterChoice:
             InvalidInputError: A fold leaves fewer than 2 pairs.
             ValueError: A vector holds NaN or infinity. Or a fold leaves fewer than 2 pairs, where
                 queries are fitted, too.
+            numpy.linalg.LinAlgError: The equations cannot be solved.
         """
         mapped = np.empty((len(queries.gallery_rows), pairs.old.shape[1]), np.float32)
         for choice, rows in self.by_half(set_number, len(queries.gallery_rows)):
@@ -271,6 +284,7 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
         InvalidInputError: Fewer than 10 pairs.
         ValueError: A vector holds NaN or infinity, or with cosine is zero.
         IndexError: There is no set of queries.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
     """
     reverse, queries = pairs.exchange_models, query_sets[0]
     sets = [one.exchange_models for one in query_sets]
@@ -461,6 +475,9 @@ def decide(
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
+        ConfigurationError: The process was forked after `source` was opened (LanceDB).
+        Exception: Any error of the trainer.
     """
     if queries is not None and len(queries.gallery_rows) < 2:
         raise InvalidInputError(

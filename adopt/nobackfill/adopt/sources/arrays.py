@@ -68,6 +68,7 @@ class ArraySource:
         InvalidInputError: There is no such array or there are several, it has no numbers, or
             another number of rows than `ids.npy`. A file cannot be read as a numpy array, or there
             are several arrays of vectors and `vector` is None.
+        OSError: A path is too long, or this user may not search its folder.
     """
 
     def __init__(self, folder: Path, vector: str | None = None) -> None:
@@ -207,6 +208,7 @@ class ArraySource:
         Raises:
             InvalidInputError: There are none, or they are not complete. The name is no plain file
                 name, or its file cannot be read.
+            NotFoundError: `ids.npy` is gone.
         """
         return ArraySource(self._folder, check_file_name(name))
 
@@ -231,7 +233,13 @@ class ArraySource:
         return True
 
     def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
-        """Estimate the seconds of a migration; see `estimate_file_costs`."""
+        """Estimate the seconds of a migration, by one of 10,000 items in a temporary folder.
+
+        Raises:
+            InvalidInputError: A file cannot be read, or its vectors have several dimensions.
+            OSError: The temporary folder cannot be written.
+            CannotWriteError: The temporary folder is full.
+        """
         return estimate_file_costs(self, trial)
 
     def _parts(self, name: str) -> Path:
@@ -243,6 +251,8 @@ def estimate_file_costs(source: Source, trial: MigrationTrial) -> MigrationCosts
 
     Reading is measured on the source itself.
 
+    The temporary folder is deleted at the end.
+
     Args:
         source: The files with the old vectors.
         trial: The pairs, whose old vectors are repeated.
@@ -251,8 +261,11 @@ def estimate_file_costs(source: Source, trial: MigrationTrial) -> MigrationCosts
         Seconds of an item, and none of an index.
 
     Raises:
-        InvalidInputError: A file of the source cannot be read.
+        InvalidInputError: A file cannot be read, or its vectors have several dimensions.
         IncompatibleSpaceError: Files of one folder record different models.
+        OSError: The temporary folder cannot be written.
+        CannotWriteError: The temporary folder is full.
+        Exception: Any error of `trial.carry_seconds`.
     """
     with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
         np.save(Path(folder, _IDS), np.arange(WINDOW_ITEMS))
@@ -499,8 +512,12 @@ class MemorySource:
     def windows(self, rows_per_window: int) -> Iterator[Window]:
         """Divide the source itself into windows, not the vectors in memory.
 
+        The errors come when a window is requested.
+
         Raises:
             InvalidInputError: A file cannot be read.
+            IncompatibleSpaceError: Files of one folder record different models.
+            ValueError: `rows_per_window` is 0, in a folder of arrays.
         """
         return self._source.windows(rows_per_window)
 
@@ -525,7 +542,8 @@ class MemorySource:
 
         Raises:
             AlreadyExistsError: The name belongs to other data, or to vectors with another mark.
-            InvalidInputError: The name is no plain file name.
+            InvalidInputError: The name is no plain file name, or the record of an earlier run
+                cannot be read.
             CannotWriteError: The folder cannot be written.
         """
         return self._source.open_target(target)
@@ -537,8 +555,10 @@ class MemorySource:
             False if the source has no new vectors of this name.
 
         Raises:
-            InvalidInputError: The name is no plain file name.
+            InvalidInputError: The name is no plain file name, or the record of an earlier run
+                cannot be read.
             CannotWriteError: A file cannot be deleted.
+            OSError: A folder of new vectors cannot be listed.
         """
         return self._source.drop_new_vectors(name)
 

@@ -52,6 +52,10 @@ class Record:
         The key is not part of it. It is computed once, so that later changes of the values do not
         count. Numbers that JSON writes alike are equal; a value that JSON does not know counts by
         its repr, an array by its values.
+
+        Raises:
+            TypeError: Keys of `other_values` cannot be sorted.
+            RecursionError: A value is nested too deeply.
         """
         values = json.dumps(self.other_values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
@@ -70,7 +74,7 @@ class Record:
 
 
 def sketch_vector(vector: Vectors) -> str:
-    """Return a few fixed projections of a vector as text, by which `is_like` knows it again.
+    """Return a few fixed projections of a vector as text, by which `matches_sketch` knows it again.
 
     A digest would change with the last bit of a number, which some stores do not preserve.
 
@@ -85,7 +89,10 @@ def matches_sketch(vector: Vectors, sketched: str) -> bool:
 
     Args:
         vector: Float32 [dim].
-        sketched: The result of `sketch`; every vector is like an empty text.
+        sketched: The result of `sketch_vector`; every vector is like an empty text.
+
+    Raises:
+        ValueError: `sketched` holds other text than numbers.
     """
     if not sketched:
         return True
@@ -119,30 +126,65 @@ class Collection(Protocol):
 
         "map" and "model" as in Target, and "of", the name of the original. Empty for a collection
         that is no copy.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def facts(self) -> Facts:
         """Return the facts that the store declares about the vectors.
 
         Raises:
-            InvalidInputError: The metric is not supported, or the field of vectors cannot be
-                chosen.
+            InvalidInputError: The metric is not supported, the field of vectors cannot be chosen,
+                or the server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
 
     def count(self) -> int:
-        """Count the items."""
+        """Count the items.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
+        """
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
         """Divide all keys into windows of about `rows_per_window` items; the last one has no upper
         end.
 
         An empty collection gives one window.
+
+        The errors come when a window is requested.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window in the order of their keys.
 
         Items without a vector are left out.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -151,10 +193,25 @@ class Collection(Protocol):
         Returns:
             Notes as `Record.copy_origin` makes them; earlier versions noted the item's digest
             alone. Items without a vector may be among them. Empty for a window without items.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the keys that the collection has."""
+        """Return those of the keys that the collection has.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
+        """
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         """Upsert copies of items, with their digests and other vectors. It returns once the store
@@ -168,6 +225,11 @@ class Collection(Protocol):
 
         Raises:
             CannotWriteError: The store's disk is full, or it cannot be written.
+            InvalidInputError: The server refuses the items, as vectors of another dimension.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -177,19 +239,35 @@ class Collection(Protocol):
 
         Raises:
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by their keys as text, in any order; unknown ids are left out.
 
         A repeated id may come twice.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
         """Search for the ids of at most `count` items nearest to a vector [dim], nearest first.
 
         Raises:
-            InvalidInputError: The query has another dimension.
+            InvalidInputError: The query has another dimension, or the server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
 
 
@@ -207,10 +285,20 @@ class CollectionStore(Protocol):
         Raises:
             NotFoundError: There is no such collection.
             InvalidInputError: The collection cannot be used, as without a single field of vectors.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def exists(self, name: str) -> bool:
-        """Tell whether a collection or an alias of this name exists."""
+        """Tell whether a collection or an alias of this name exists.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
+        """
 
     def create_copy(self, target: Target, original: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of `original`.
@@ -224,6 +312,9 @@ class CollectionStore(Protocol):
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
             AlreadyExistsError: Another program made a collection of this name meanwhile.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def drop(self, name: str) -> None:
@@ -233,12 +324,24 @@ class CollectionStore(Protocol):
 
         Raises:
             CannotWriteError: The store cannot be written.
+            NotFoundError: There is no such collection.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request, as where another name leads to it.
         """
 
     def flip_steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips from one collection to the other.
 
         Nothing is changed.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: A collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def close(self) -> None:
@@ -273,13 +376,25 @@ class CopiedSource:
         """Return the facts of the collection.
 
         Raises:
-            InvalidInputError: The metric is not supported, or the field of vectors cannot be
-                chosen.
+            InvalidInputError: The metric is not supported, the field of vectors cannot be chosen,
+                or the server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         return self._here.facts()
 
     def count(self) -> int:
-        """Count the items of the collection."""
+        """Count the items of the collection.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
+        """
         return self._here.count()
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
@@ -288,8 +403,17 @@ class CopiedSource:
 
         An empty collection gives one window.
 
+        The errors come when a window is requested.
+
         Args:
             rows_per_window: At least 1.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         return self._here.windows(rows_per_window)
 
@@ -298,6 +422,10 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         return rows_from_records(self._here.records(window), self._here.name)
 
@@ -306,6 +434,13 @@ class CopiedSource:
 
         An unknown name gives no values. A value counts as empty if it is None or "". Values come in
         the order in which the store reads the window.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         found = [(str(one.key), one.other_values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -324,7 +459,10 @@ class CopiedSource:
 
         Raises:
             NotFoundError: There is no such copy. The collection was deleted.
-            InvalidInputError: The query has another dimension.
+            InvalidInputError: The query has another dimension, or the server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
@@ -336,6 +474,10 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions. The server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         return rows_from_records(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
@@ -343,6 +485,13 @@ class CopiedSource:
         """Read a value of items as text, by id; items without it are left out.
 
         Unknown ids are left out, and so are empty values.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         found = {str(one.key): one.other_values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -361,6 +510,10 @@ class CopiedSource:
                 Another program made a collection of the name meanwhile.
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         return CollectionCopy(self._store, self._here, self._open_copy(target))
 
@@ -393,6 +546,10 @@ class CopiedSource:
         Raises:
             CannotWriteError: The store cannot be written.
             NotFoundError: The copy was deleted meanwhile.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         if not self._store.exists(name):
             return False
@@ -430,6 +587,10 @@ class CollectionCopy:
             InvalidInputError: An item has no vector, or the vectors have several dimensions; stale
                 copies are deleted already. The server refuses the request.
             CannotWriteError: A copy cannot be deleted.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
         """
         return rows_from_records(self._left(window), self._source.name)
 
@@ -462,6 +623,11 @@ class CollectionCopy:
 
         Raises:
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the items, as vectors of another dimension.
         """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
@@ -476,6 +642,10 @@ class CollectionCopy:
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions. The
                 server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The copy was deleted.
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
@@ -486,6 +656,10 @@ class CollectionCopy:
 
         Raises:
             NotFoundError: The copy was deleted.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         return self._copy.count()
 
@@ -493,6 +667,13 @@ class CollectionCopy:
         """Return the steps by which queries search the copy in place of the original.
 
         Nothing is changed.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the request.
         """
         return self._store.flip_steps(self._source, self._copy)
 

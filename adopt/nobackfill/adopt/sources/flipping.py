@@ -53,16 +53,36 @@ class FlippingStore(CollectionStore, Protocol):
         Args:
             name: The name that was opened.
             collection: The collection that it leads to.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: There is no such name or collection.
+            InvalidInputError: The server refuses the request.
         """
 
     def complete_copy(self, copy: Collection, original: Collection) -> None:
-        """Make what a killed `make` has left out of a copy."""
+        """Make what a killed `create_copy` has left out of a copy. A complete copy stays as it is.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the request.
+            CannotWriteError: The store cannot be written.
+        """
 
     def wait_for_index(self, copy: Collection) -> None:
         """Wait until searches of the copy are as fast as they will be.
 
         Raises:
-            BusyError: The store still builds an index.
+            BusyError: The store still builds an index, or the server has too many requests.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            NotFoundError: The copy was deleted.
+            InvalidInputError: The server refuses the request.
         """
 
     def redirect_name(self, name: str, collection: str) -> None:
@@ -71,6 +91,9 @@ class FlippingStore(CollectionStore, Protocol):
         Raises:
             UnavailableError: The server does not answer; the name may lead to it already.
             NotFoundError: There is no such name or collection.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def redirect_command(self, name: str, collection: str) -> str:
@@ -79,19 +102,35 @@ class FlippingStore(CollectionStore, Protocol):
     def record_facts(self, collection: str, facts: Mapping[str, str]) -> None:
         """Record facts of a collection; the other facts stay (see `Collection.copy_facts`).
 
+        An earlier value of a name is replaced.
+
         Raises:
             NotFoundError: There is no such collection.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
-        """Return sentences that name the owner's tasks after a flip; empty if there are none."""
+        """Return sentences that name the owner's tasks after a flip; empty if there are none.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the request.
+        """
 
     def lock_name(self, name: str) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of a collection out, as `Reversible.migration_lock` does.
 
         Raises:
-            BusyError: Another migration holds the lock.
+            BusyError: Another migration holds the lock, or the server has too many requests.
             CannotWriteError: The lock file cannot be created.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
         """
 
 
@@ -136,7 +175,11 @@ class FlippingSource(CopiedSource):
         """Return the collection that the name leads to.
 
         Raises:
-            InvalidInputError: The name cannot flip.
+            InvalidInputError: The name cannot flip, or the server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         if obstacles := self._store.flip_obstacles(self._name, self._here):
             raise InvalidInputError(
@@ -157,6 +200,13 @@ class FlippingSource(CopiedSource):
 
         Args:
             target: Ignored: every copy has the same obstacles.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         sentences = self._store.flip_obstacles(self._name, self._here)
         if (original := self._original()) is not None:
@@ -178,6 +228,10 @@ class FlippingSource(CopiedSource):
             InvalidInputError: The collection holds the vectors of this map already. The store
                 refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         if self._here.copy_facts.get("map") == target.computer_digest:
             raise InvalidInputError(
@@ -208,6 +262,9 @@ class FlippingSource(CopiedSource):
                 began. The server refuses the request.
             CannotWriteError: The store cannot be written.
             NotFoundError: The copy was deleted meanwhile.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         if not self._store.exists(name):
             return False
@@ -227,7 +284,15 @@ class FlippingSource(CopiedSource):
         return True
 
     def count_vectors(self, column: str) -> int:
-        """Count the items of a copy, also after the flip to it; 0 if no copy has this name."""
+        """Count the items of a copy, also after the flip to it; 0 if no copy has this name.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The copy was deleted meanwhile.
+            InvalidInputError: The server refuses the request.
+        """
         if not self._store.exists(column):
             return 0
         found = self._store.open_collection(column)
@@ -238,6 +303,11 @@ class FlippingSource(CopiedSource):
 
         Raises:
             AlreadyExistsError: It does.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted meanwhile.
+            InvalidInputError: The server refuses the request.
         """
         if self._store.exists(name) and not self._is_copy(self._store.open_collection(name)):
             raise AlreadyExistsError(
@@ -256,6 +326,10 @@ class FlippingSource(CopiedSource):
         Raises:
             PreconditionError: The name leads to a third collection.
             InvalidInputError: The name cannot flip.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
         """
         if f"{self.flip_name}_new" == to:
             return
@@ -269,21 +343,40 @@ class FlippingSource(CopiedSource):
         )
 
     def record_model(self, model: str) -> None:
-        """Record the fingerprint of the model of the vectors; an earlier one is replaced."""
+        """Record the fingerprint of the model of the vectors; an earlier one is replaced.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
+        """
         self._store.record_facts(self._here.name, {"model": model})
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the collection out, as its store can.
 
         Raises:
-            BusyError: Another migration holds the lock.
+            BusyError: Another migration holds the lock, or the server has too many requests.
             CannotWriteError: The lock file cannot be created.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            NotFoundError: The collection was deleted.
         """
         # Before and after the flip, by whatever name.
         return self._store.lock_name((self._original() or self._here).name)
 
     def read_migration_digest(self, column: str) -> str | None:
-        """Return the digest of the map of a copy; None after a flip to it, and for other names."""
+        """Return the digest of the map of a copy; None after a flip to it, and for other names.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted meanwhile.
+            InvalidInputError: The server refuses the request.
+        """
         if not self._store.exists(column):
             return None
         found = self._store.open_collection(column)
@@ -292,6 +385,13 @@ class FlippingSource(CopiedSource):
     def flip_digest(self) -> str | None:
         """Return the digest of the map that computed the collection's own vectors; None if none
         did.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         return self._here.copy_facts.get("map")
 
@@ -304,6 +404,13 @@ class FlippingSource(CopiedSource):
 
         Args:
             computer_digest: Digest of the map of the new vectors.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection was deleted.
+            InvalidInputError: The server refuses the request.
         """
         original = self._original()
         if self.flip_digest() != computer_digest:
@@ -330,6 +437,9 @@ class FlippingSource(CopiedSource):
                 `allow_loss` is False; the name leads to the copy then. The server refuses the
                 request.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         copy, original = self._here, self._original()
         if original is None or copy.name != new_name:
@@ -395,6 +505,9 @@ class FlippingSource(CopiedSource):
             NotFoundError: There is no original.
             InvalidInputError: Another name leads to it, or the server refuses the request.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         if (original := self._original()) is None:
             raise NotFoundError(
@@ -442,6 +555,10 @@ class FlippingCopy(CollectionCopy):
             InvalidInputError: An item has no vector, or the vectors have several dimensions; stale
                 copies are deleted already. The server refuses the request.
             CannotWriteError: A copy cannot be deleted.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
         """
         windows = self._source.windows(_PAGE) if window == Window() else [window]
         records = [one for some in windows for one in self._left(some)]
@@ -467,6 +584,10 @@ class FlippingCopy(CollectionCopy):
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions. The
                 server refuses the request.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The copy was deleted.
         """
         rows = super().read(window)
         if self._copy.copy_facts.get(_FLIP) != _BEGUN:
@@ -490,6 +611,11 @@ class FlippingCopy(CollectionCopy):
 
         Raises:
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the items, as vectors of another dimension.
         """
         if self._known is not None and len(rows):
             keys = [one.key for one in rows.keys if isinstance(one, Record)]
@@ -503,7 +629,11 @@ class FlippingCopy(CollectionCopy):
         """Wait until searches of the copy are as fast as they will be.
 
         Raises:
-            BusyError: The store still builds an index.
+            BusyError: The store still builds an index, or the server has too many requests.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            NotFoundError: The copy was deleted.
+            InvalidInputError: The server refuses the request.
         """
         self._store.wait_for_index(self._copy)
         return nullcontext()
@@ -517,6 +647,10 @@ class FlippingCopy(CollectionCopy):
 
         Raises:
             NotFoundError: The collection, its copy or the name was deleted.
+            UnavailableError: The server does not answer; the name may lead to the copy.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         copy, source = self._copy.name, self._source.name
         self._known = self._copied()
@@ -545,7 +679,15 @@ class FlippingCopy(CollectionCopy):
         return np.concatenate(parts)
 
     def owner_tasks(self) -> list[str]:
-        """Return sentences that name the owner's tasks after the flip."""
+        """Return sentences that name the owner's tasks after the flip.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
+            NotFoundError: The collection or its copy was deleted.
+            InvalidInputError: The server refuses the request.
+        """
         return self._store.owner_tasks(self._name, self._source, self._copy)
 
 

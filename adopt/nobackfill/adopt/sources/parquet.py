@@ -77,6 +77,7 @@ class ParquetSource:
         NotFoundError: There is no Parquet file.
         InvalidInputError: The first file cannot be read, has a column twice, or has no such key.
         ConfigurationError: The extra `adopt` is not installed.
+        OSError: A path is too long, or this user may not search its folder.
     """
 
     def __init__(self, path: Path, key: str = "id", vector: str | None = None) -> None:
@@ -344,7 +345,14 @@ class ParquetSource:
         return True
 
     def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
-        """Estimate the seconds of a migration; see `estimate_file_costs`."""
+        """Estimate the seconds of a migration, by one of 10,000 items in a temporary folder.
+
+        Raises:
+            InvalidInputError: A file cannot be read, or its vectors have several dimensions.
+            OSError: The temporary folder cannot be written.
+            CannotWriteError: The temporary folder is full.
+            IncompatibleSpaceError: Files of one folder record different models.
+        """
         return estimate_file_costs(self, trial)
 
     def _folder(self, name: str) -> Path:
@@ -545,7 +553,8 @@ def vectors_to_parquet(
         others: Further columns of n values by name; one of the same name replaces keys or vectors.
 
     Raises:
-        pyarrow.ArrowInvalid: A column has another number of values.
+        pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: A column has another number of values, or
+            values of several types.
     """
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])

@@ -169,7 +169,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The column has indexes of several metrics.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
@@ -189,7 +190,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The indexes are of several metrics.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         names = [name for name, _ in self._table.indexes(self.vector)]
         # Without an index of the same rows, that of others tells how the vectors are searched.
@@ -215,7 +217,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         classes = [name for name, _ in self._table.indexes(self.vector)]
         return self._table.vector_type(self.vector) == "halfvec" or any(
@@ -229,8 +232,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self.count_vectors(self.vector)
 
@@ -241,8 +244,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         dim = self._table.declared_dim(self.vector)
         return self._table.count_by_dim(self.vector) if dim is None else {dim: self.count()}
@@ -260,7 +263,8 @@ class PgvectorSource:
 
         Raises:
             NotPermittedError: Row-level security may hide rows from this role.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
         """
         self._table.every_row_is_seen()
@@ -286,8 +290,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self.rows(self.vector, window)
 
@@ -299,8 +303,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: There is no such column.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if name not in self._table.columns:
             raise InvalidInputError(
@@ -335,8 +339,8 @@ class PgvectorSource:
             InvalidInputError: The query has another dimension than the column. The query holds NaN
                 or infinity, or `count` is below 0.
             UnavailableError: The server does not answer, also at a second attempt.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         column, of = new_name or self.vector, None
         if column.startswith(pgvector_target.TABLE_PREFIX):
@@ -378,7 +382,8 @@ class PgvectorSource:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user, or may hide rows from this role.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         index = pgvector_target.estimate_index_seconds(
             self._table, self, trial.new[:_INDEXED_VECTORS], trial.item_count
@@ -429,8 +434,8 @@ class PgvectorSource:
             InvalidInputError: The vectors have several dimensions. An id is no value of the key's
                 type.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         found = self._table.query_after_setting(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
@@ -452,8 +457,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: There is no such column. An id is no value of the key's type.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if column not in self._table.columns:
             raise InvalidInputError(
@@ -480,7 +485,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         triggers = (
             []
@@ -502,7 +508,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         if target.name.startswith(pgvector_target.TABLE_PREFIX):
             return table_flip_obstacles(self._table)
@@ -527,13 +534,14 @@ class PgvectorSource:
             AlreadyExistsError: The name has other data, or vectors with another digest or
                 condition. Or the triggers of native vectors were off, so that some may be stale.
             InvalidInputError: The name has more than 63 bytes, PostgreSQL refuses the dimension, or
-                `target.content` is no column.
+                `target.content_column` is no column.
             NotPermittedError: The role may not change the table, or may not see all rows.
             BusyError: Others hold the table for more than 5 seconds.
             NotFoundError: The table of new vectors was renamed.
             CannotWriteError: The disk is full, or the server is read-only.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_target.TABLE_PREFIX)
@@ -642,9 +650,11 @@ class PgvectorSource:
             The digest of the triggers (see `Triggers`).
 
         Raises:
-            InvalidInputError: `target.content` is no column of the table.
+            InvalidInputError: `target.content_column` is no column of the table.
             psycopg.Error: PostgreSQL refuses a statement; the connection's block translates it.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
+            UnavailableError: The server does not answer.
         """
         table, names = self._table, self._names(target.name)
         emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
@@ -674,7 +684,8 @@ class PgvectorSource:
             NotFoundError: The table of new vectors was renamed.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if name.startswith(pgvector_target.TABLE_PREFIX):
             return pgvector_target.remove_table(self._table, self.vector, name)
@@ -697,7 +708,8 @@ class PgvectorSource:
             BusyError: Others hold the table for more than 5 seconds.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         said = self._table.comment_facts(self.vector) | {"model": model}
         with self._table.open_changes() as changes:
@@ -718,6 +730,7 @@ class PgvectorSource:
             BusyError: Another migration holds the lock.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user of the lock's own connection.
+            NotFoundError: There is no such database any more.
         """
         return self._table.lock("migrate", OTHER_MIGRATION_MESSAGE, wait_seconds=LOCK_WAIT_SECONDS)
 
@@ -729,7 +742,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._table.read_computer_digest(column)
 
@@ -740,7 +754,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._table.comment_facts(self.vector).get("carried")
 
@@ -755,7 +770,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         kept = old_name_after_flip(self.vector) in self._table.columns
         if self.flip_digest() != computer_digest:
@@ -784,7 +800,8 @@ class PgvectorSource:
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         table, old = self._table, old_name_after_flip(self.vector)
         names = self._names(old) | {"name": sql.Identifier(new_name)}
@@ -866,7 +883,8 @@ class PgvectorSource:
             BusyError: Others hold the table for more than 5 seconds.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         old = old_name_after_flip(self.vector)
         if old not in self._table.columns:
@@ -899,8 +917,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if column not in self._table.columns:
             return 0
@@ -934,8 +952,8 @@ class PgvectorSource:
             InvalidInputError: The vectors have several dimensions. There is no such column, or an
                 id is no value of the key's type.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         found = self._table.copy_out(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
@@ -975,6 +993,8 @@ class PgvectorSelection(PgvectorSource):
     def flip_name(self) -> str:
         """Return the beginning of the name of the table of new vectors, `table:NAME`, as `carry
         --to` takes it.
+
+        Nothing is read.
         """
         return f"{pgvector_target.TABLE_PREFIX}{self._table.relation}"
 
@@ -986,7 +1006,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             InvalidInputError: The column has indexes of several metrics.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         return replace(super().facts(), model=None)
 
@@ -1001,17 +1022,18 @@ class PgvectorSelection(PgvectorSource):
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._column_refusal(target) or super().flip_obstacles(target)
 
     def open_target(self, target: Target) -> TargetVectors:
-        """Create the table of new vectors with its triggers, or open it again; see
-        `PgvectorSource.open_target`.
+        """Create the table of new vectors with its triggers, or open it again. The change is one
+        transaction. A missing or disabled trigger is made again.
 
         Raises:
             InvalidInputError: The name is no `table:NAME` or too long, PostgreSQL refuses the
-                dimension, or `target.content` is no column.
+                dimension, or `target.content_column` is no column.
             AlreadyExistsError: The name has other data, or vectors with another digest or
                 condition; or some native vectors may be stale.
             NotPermittedError: The role may not change the table, or may not see all rows.
@@ -1019,7 +1041,8 @@ class PgvectorSelection(PgvectorSource):
             NotFoundError: The table of new vectors was renamed.
             CannotWriteError: The disk is full, or the server is read-only.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if refusal := self._column_refusal(target):
             raise InvalidInputError(f"{self._table.name}: {refusal[0]}")
@@ -1048,8 +1071,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if not column.startswith(pgvector_target.TABLE_PREFIX):
             return super().count_vectors(column)
@@ -1067,7 +1090,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         place = self._place(column)
         return None if place is None else place.comment_facts.get("nobackfill")
@@ -1081,7 +1105,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None or "nobackfill" in place.comment_facts:
@@ -1110,7 +1135,8 @@ class PgvectorSelection(PgvectorSource):
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         table, place = self._table, self._place(new_name)
         if place is None or "flipped" not in place.comment_facts:
@@ -1171,7 +1197,8 @@ class PgvectorSelection(PgvectorSource):
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
             NotPermittedError: The role does not own the table of new vectors.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None:

@@ -98,14 +98,16 @@ def create_or_find_table(
     Raises:
         AlreadyExistsError: Another map or source made the table, or its triggers were off. It is of
             other rows than those of `where`.
-        InvalidInputError: A column was renamed after the flip. `target.content` is no column of the
-            source, or PostgreSQL refuses a statement.
+        InvalidInputError: A column was renamed after the flip. `target.content_column` is no column
+            of the source, or PostgreSQL refuses a statement.
         NotFoundError: The table of this name was itself renamed.
         BusyError: Others hold the source for more than 5 s.
         NotPermittedError: This role may not create tables, functions or triggers there.
         UnavailableError: The server does not answer.
         CannotWriteError: The disk is full, or the server is read-only.
-        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
+        KeyError: `vector_column` is no column of the source.
     """
     with table.open_changes() as changes:
         place = find_table(table, vector_column, target.name)
@@ -225,13 +227,15 @@ def find_table(table: SourceTable, vector_column: str, name: str) -> NewVectorTa
         name: `table:NAME`.
 
     Returns:
-        Its place. If there is no such table, `exists` is False. If another program made it, or it
-        is of another source, `belongs` is False.
+        Its place. If there is no such table, `relation_exists` is False. If another program made
+        it, or it is of another source, `belongs_to_source` is False.
 
     Raises:
         NotFoundError: The table of this name was itself renamed.
         UnavailableError: The server does not answer.
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
+        KeyError: `vector_column` is no column of the source.
     """
     wanted, names = name.removeprefix(TABLE_PREFIX), table_names(table, vector_column, name)
     watchers = dict(
@@ -409,7 +413,9 @@ def remove_table(table: SourceTable, vector_column: str, name: str) -> bool:
         InvalidInputError: Another object, such as a view, depends on the table.
         NotPermittedError: This role does not own it.
         UnavailableError: The server does not answer.
-        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
+        KeyError: `vector_column` is no column of the source.
     """
     with table.open_changes() as changes:
         place = find_table(table, vector_column, name)
@@ -496,6 +502,8 @@ class OldVectorSource(Protocol):
         Raises:
             InvalidInputError: The indexes are of several metrics.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
 
     @property
@@ -504,6 +512,8 @@ class OldVectorSource(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
 
     def count_vectors(self, column: str) -> int:
@@ -511,6 +521,8 @@ class OldVectorSource(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
 
     def rows(
@@ -529,8 +541,11 @@ class OldVectorSource(Protocol):
             ids: Keys to read, as text; unknown ones are left out. None for all.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions, there is no such column, or an
+                id is no value of the key's type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
 
     def watch(self, changes: Changes, target: Target) -> str | None:
@@ -545,7 +560,11 @@ class OldVectorSource(Protocol):
             The digest of the triggers (see `Triggers`).
 
         Raises:
-            InvalidInputError: `target.content` is no column of the table.
+            InvalidInputError: `target.content_column` is no column of the table.
+            psycopg.Error: PostgreSQL refuses a statement; the connection's block translates it.
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
 
 
@@ -565,8 +584,12 @@ class PgvectorColumn:
         Two transactions keep each other's dead rows, and updating an index then costs more than the
         second thread gains.
 
+        It asks the server at each call.
+
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return 1 if self._table.indexes(self._source.vector) else 2
 
@@ -600,8 +623,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: The old vectors have several dimensions.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._source.rows(self._source.vector, window, missing_column=self._target.name)
 
@@ -623,7 +646,9 @@ class PgvectorColumn:
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role may not update the table.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
+            IndexError: There are no rows.
         """
         try:
             self._write(rows, encode_update_passes(rows.versions, vectors))
@@ -676,8 +701,8 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._source.rows(self._target.name, window)
 
@@ -688,8 +713,8 @@ class PgvectorColumn:
             InvalidInputError: The old vectors have several dimensions, or an id is no value of the
                 key's type.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         name = self._target.name
         return self._source.rows(self._source.vector, Window(), missing_column=name, ids=ids)
@@ -700,8 +725,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: An id is no value of the key's type.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._source.rows(self._target.name, Window(), ids=ids)
 
@@ -715,8 +740,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return decode_product_rows(
             self._table.copy_out(
@@ -733,8 +758,8 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self._source.count_vectors(self._target.name)
 
@@ -753,7 +778,8 @@ class PgvectorColumn:
             UnavailableError: The server does not answer.
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role does not own the table, or may not create temporary tables.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         refuse_flip(
             self._table, column_flip_obstacles(self._table, self._source.vector, self._target)
@@ -771,7 +797,8 @@ class PgvectorColumn:
             UnavailableError: The server does not answer.
             InvalidInputError: The old column has indexes of several metrics.
             NotPermittedError: This role does not own the table, or may not create temporary tables.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if not self.flipped:
             with suppress(BusyError):
@@ -794,7 +821,8 @@ class PgvectorColumn:
                 nothing changes. PostgreSQL refuses to move an object that depends on the old
                 column.
             UnavailableError: The server does not answer; it may have flipped.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             NotPermittedError: This role does not own the table.
         """
         return self._table.run_flip(
@@ -826,7 +854,8 @@ class PgvectorColumn:
         Raises:
             UnavailableError: The server does not answer.
             InvalidInputError: The old column has indexes of several metrics.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
             NotPermittedError: This role may not create temporary tables.
         """
         if self.flipped:
@@ -921,7 +950,8 @@ def column_flip_obstacles(table: SourceTable, column: str, target: Target) -> li
 
     Raises:
         UnavailableError: The server does not answer.
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
         KeyError: The table has no such column.
     """
     obstacles = table.flip_obstacles(column)
@@ -956,7 +986,8 @@ def table_flip_obstacles(table: SourceTable) -> list[str]:
 
     Raises:
         UnavailableError: The server does not answer.
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
     """
     if table.is_referable():
         return []
@@ -990,6 +1021,9 @@ def failing_statement(
         condition: The condition in SQL, with names in braces.
         sentence: The sentence.
         names: Identifiers and values for the braces.
+
+    Raises:
+        KeyError: A name in braces has no value.
     """
     body = table.text(
         "BEGIN IF " + condition + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
@@ -1020,7 +1054,7 @@ def abort_unless_watched(table: SourceTable, function: sql.Identifier, digest: s
 
 
 def check_triggers_watch(table: SourceTable, function: sql.Identifier, digest: str | None) -> None:
-    """Check that a flip would not be refused by `unless_watched`.
+    """Check that a flip would not be refused by the statement of `abort_unless_watched`.
 
     Args:
         table: The table with the triggers.
@@ -1030,7 +1064,8 @@ def check_triggers_watch(table: SourceTable, function: sql.Identifier, digest: s
     Raises:
         BusyError: The triggers have another digest.
         UnavailableError: The server does not answer.
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
     """
     if table.triggers(function).states_digest != digest:
         raise BusyError(f"{table.name}: {_UNWATCHED}")
@@ -1063,7 +1098,9 @@ def index_definition(
         UnavailableError: The server does not answer.
         NotPermittedError: This role may not create temporary tables.
         InvalidInputError: The old column has indexes of several metrics.
-        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
+        KeyError: The table lacks the column of the old vectors.
     """
     kind = "halfvec" if source.uses_halfvec or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
@@ -1112,7 +1149,7 @@ def estimate_index_seconds(
         table: The table with the old vectors.
         source: The source of the old vectors.
         vectors: New vectors, float32 [n, dim], at least two.
-        item_count: Number of vectors of the index.
+        item_count: Number of vectors of the index, at least 1.
 
     Returns:
         None where it is unknown: the graph does not fit, the old column has several indexes or one
@@ -1202,8 +1239,8 @@ class PgvectorTable:
         Raises:
             InvalidInputError: The old vectors have several dimensions.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         self._own.window = repr(window)
         whole = self._own.window in self._whole
@@ -1261,7 +1298,9 @@ class PgvectorTable:
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role may not write to the table.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
+            AttributeError: `pending` was not called on this thread.
         """
         versions = _bytes(rows.versions)
         keys = [one[:-_SEEN] for one in versions]
@@ -1320,8 +1359,8 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         found = self._table.copy_out(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
@@ -1341,8 +1380,8 @@ class PgvectorTable:
         Raises:
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return decode_product_rows(
             self._table.copy_out(
@@ -1359,8 +1398,8 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
-                to read, it is NotPermittedError.
+            NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.query_one(query, **self._names))
@@ -1379,7 +1418,8 @@ class PgvectorTable:
             UnavailableError: The server does not answer.
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role does not own the table, or may not create temporary tables.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         with self._table.lock("flip", _OTHER_FLIP):
             check_triggers_watch(self._table, self._names["function"], self._triggers)
@@ -1395,7 +1435,8 @@ class PgvectorTable:
             UnavailableError: The server does not answer.
             InvalidInputError: The old column has indexes of several metrics.
             NotPermittedError: This role does not own the table, or may not create temporary tables.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         if not self.flipped:
             with suppress(BusyError):
@@ -1418,7 +1459,8 @@ class PgvectorTable:
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
                 PostgreSQL refuses the foreign key or a policy.
             UnavailableError: The server does not answer; it may have flipped.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             NotPermittedError: This role does not own a table.
         """
         return self._table.run_flip(self._flip)
@@ -1434,7 +1476,8 @@ class PgvectorTable:
         Raises:
             UnavailableError: The server does not answer.
             InvalidInputError: The old column has indexes of several metrics.
-            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             BusyError: A deadlock ended the deletion.
             NotPermittedError: This role may not delete from the new table. This role may not create
                 temporary tables.
@@ -1469,7 +1512,8 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         old = [name for _, name in dependents(self._table, self._source.vector)]
         return (

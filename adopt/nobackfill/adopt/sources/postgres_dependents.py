@@ -45,7 +45,8 @@ def grant_statements(
         Statements, sorted by the role; empty without rights.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
         NotFoundError: A relation does not exist.
     """
@@ -88,8 +89,10 @@ def row_security_statements(
         without row-level security.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
+        IndexError: The table was dropped meanwhile.
     """
     enabled, forced = table.query_catalogue(
         "SELECT relrowsecurity, relforcerowsecurity FROM pg_class WHERE oid = {oid}", oid=table.oid
@@ -137,7 +140,8 @@ def owner_statements(table: SourceTable, relation: str) -> list[str]:
     """Write a statement that gives a relation to the table's owner; none if it has it.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
         NotFoundError: The relation does not exist.
     """
@@ -202,7 +206,8 @@ def dependent_moves(
         dims: Dimensions of the old vectors (None: not declared) and of the new ones.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
     parts: dict[str, Any] = {"oid": table.oid, "column": column}
@@ -258,7 +263,8 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
     Names are in PostgreSQL's words, and sorted. Empty for an unknown column.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
     return table.query_catalogue(
@@ -298,7 +304,8 @@ def column_properties(
         row of both vectors may be longer than a page. An unknown column has none.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
     found = table.query_catalogue(
@@ -330,7 +337,8 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
         where no index of the column has the mark. Without an equal index it changes nothing.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
     found = table.query_catalogue(
@@ -364,7 +372,8 @@ def row_indexes(table: SourceTable) -> list[str]:
     They are sorted. Empty without such indexes.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
     found = table.query_catalogue(
@@ -395,7 +404,8 @@ def index_definitions(
         sorted by the index's definition.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         InvalidInputError: The table has no such column, or PostgreSQL refuses a statement.
         UnavailableError: The server does not answer.
         NotPermittedError: This role may make no temporary table.
@@ -447,7 +457,8 @@ def build_indexes(
         CannotWriteError: The disk is full.
         UnavailableError: The server does not answer.
         NotPermittedError: This role does not own the table.
-        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
     """
     drop_unfinished_indexes(table, relation, column, statements)
     for statement in missing_indexes(table, relation, column, statements):
@@ -469,7 +480,8 @@ def missing_indexes(
     index, so all statements come back.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError, NotFoundError,
+            CannotWriteError or InvalidInputError.
         UnavailableError: The server does not answer.
     """
 
@@ -502,7 +514,8 @@ def drop_unfinished_indexes(
         BusyError: Somebody builds an index of the relation, or holds it for longer than 5 s.
         UnavailableError: The server does not answer.
         NotPermittedError: This role may not drop the index.
-        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses another statement: BusyError, NotPermittedError,
+            NotFoundError, CannotWriteError or InvalidInputError.
     """
     definitions = set(map(definition_of, statements))
 

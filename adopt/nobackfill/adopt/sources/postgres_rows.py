@@ -28,12 +28,15 @@ _LENGTH = struct.Struct(">i")
 def decode_copy_rows(data: bytes) -> list[Fields]:
     """Decode rows in COPY's binary form without its header and trailer.
 
-    The data must end with a whole row: it is not checked. A row that is cut short raises
-    struct.error, or is returned short.
+    The data must end with a whole row; this is not checked, so a last value that is cut short is
+    returned short.
 
     Returns:
         For each field, its values in all rows; empty without rows. An array of bytes if each field
         has one length above 0 in all rows; else lists, in which None is NULL.
+
+    Raises:
+        struct.error: A row is cut short elsewhere.
     """
     if not data:
         return []
@@ -93,10 +96,11 @@ def decode_vectors(column: Fields, ids: Sequence[str], error_name: str) -> Vecto
         error_name: Name of the table in the error.
 
     Returns:
-        float32 [n, dim]. Copies of the data; [0, m] without rows. NaN passes.
+        float32 [n, dim]. Copies of the data; [0, m] for an array without rows. NaN passes.
 
     Raises:
         InvalidInputError: Their dimensions differ.
+        ValueError: `column` is a list that is empty or has another length than `ids`.
     """
     # pgvector's own form: int16 dimension, int16 unused, then big-endian float32.
     if isinstance(column, np.ndarray):
@@ -124,6 +128,8 @@ def decode_vector_rows(data: bytes, error_name: str) -> Rows:
     Raises:
         InvalidInputError: The vectors have several dimensions.
         UnicodeDecodeError: A key is no UTF-8.
+        struct.error: A row is cut short.
+        ValueError: There are fewer than two fields.
     """
     if not data:
         return Rows([], np.empty((0, 0), np.float32))
@@ -143,6 +149,8 @@ def decode_product_rows(data: bytes) -> tuple[list[str], Vectors]:
 
     Raises:
         UnicodeDecodeError: A key is no UTF-8.
+        struct.error: A row is cut short.
+        ValueError: There are not two fields.
     """
     if not data:
         return [], np.empty(0, np.float32)
@@ -163,6 +171,7 @@ def encode_copy_rows(*fields: Sequence[bytes] | FloatRows) -> bytes:
 
     Raises:
         ValueError: The fields have different numbers of rows.
+        IndexError: There are no fields, or an array has one dimension.
     """
     values = [_vectors(one) if isinstance(one, np.ndarray) else _values(one) for one in fields]
     if not all(isinstance(one, np.ndarray) for one in values):
@@ -208,6 +217,10 @@ def encode_update_passes(versions: Sequence[object], vectors: Vectors) -> Iterat
     Yields:
         For each pass, rows of (place tid, writer xid, relation oid, new vector) in COPY's binary
         form, without header and trailer. Nothing without rows.
+
+    Raises:
+        ValueError: A version has another length.
+        IndexError: There are fewer vectors than versions.
     """
     known = [one for one in versions if isinstance(one, bytes)]
     passes = _passes([one[_PARTS[0]] for one in known])

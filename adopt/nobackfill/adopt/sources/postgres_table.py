@@ -69,10 +69,11 @@ class ThreadConnections:
         """Release the lock after a fork, and forget the connections in the child without closing
         them.
 
-        Without `before_fork` before it, it raises RuntimeError.
-
         Args:
             child: Whether this is the new process.
+
+        Raises:
+            RuntimeError: `before_fork` was not called before.
         """
         if child:
             # Not closed, which would end the parent's: psycopg lets go of the socket alone.
@@ -88,9 +89,13 @@ class ThreadConnections:
         errors of `connect`. Do not use the connection on another thread.
 
         Raises:
-            NobackfillError: PostgreSQL refuses a statement of the block; see `translate_errors`.
-                Other errors of the block pass through.
+            NobackfillError: PostgreSQL refuses a statement of the block: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError. Other
+                errors of the block pass through.
             UnavailableError: The server does not answer, or the connection broke.
+            NotPermittedError: The password is wrong, or rights are missing.
+            NotFoundError: There is no such database.
+            InvalidInputError: libpq cannot read the address.
         """
         connection = self._lasting()
         try:
@@ -109,7 +114,9 @@ class ThreadConnections:
 
         Raises:
             UnavailableError: The server does not answer the second time either.
-            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
+            Exception: Any other error of `function`.
         """
         try:
             with self.lend() as connection:
@@ -199,14 +206,18 @@ def translate_errors(name: str) -> Iterator[None]:
     The message has the first line of PostgreSQL's own, but no part of an address that libpq cannot
     parse: it may hold a password.
 
-    The first class counts: BusyError for a lock, a deadlock or a serialisation failure;
-    NotPermittedError for missing rights or a wrong password; CannotWriteError for a full disk or a
-    read-only transaction; NotFoundError for a missing table or database. Then UnavailableError for
-    every other operational error, such as no answer, and InvalidInputError for the rest. Other
-    errors than psycopg's pass through.
+    Other errors than psycopg's pass through.
 
     Args:
         name: Name of the table, at the start of the message.
+
+    Raises:
+        BusyError: A lock, a deadlock or a serialisation failure.
+        NotPermittedError: Rights are missing, or the password is wrong.
+        CannotWriteError: The disk is full, or the transaction is read-only.
+        NotFoundError: There is no such table or database.
+        UnavailableError: Any other operational error, such as no answer.
+        InvalidInputError: Any other error of psycopg.
     """
     try:
         yield
@@ -595,7 +606,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         query: LiteralString = (
             "SELECT (SELECT prosrc FROM pg_proc WHERE oid = to_regproc({function})), "
@@ -608,6 +620,8 @@ class SourceTable:
     def trigger_digest_values(self, function: sql.Identifier) -> dict[str, Any]:
         """Return the values that TRIGGERS_DIGEST is filled with: `function` and `relation`, as
         quoted texts.
+
+        Nothing is sent.
         """
         return {"function": function.as_string(), "relation": self._known["here"].as_string()}
 
@@ -650,7 +664,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         name: str | None = self.query_one(
             "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
@@ -669,7 +684,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return bool(
             self.query_one(
@@ -685,7 +701,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return bool(
             self.query_one(
@@ -707,7 +724,8 @@ class SourceTable:
         Raises:
             InvalidInputError: There is no such column, or it has no vectors.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return dict(
             self.query_all(
@@ -735,7 +753,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return bool(
             self.query_one(
@@ -790,7 +809,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         every = self.indexes_with_condition(column, other_table)
         if self.where is not None and other_table is None:
@@ -812,7 +832,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         # PostgreSQL writes conditions in the words of `where`.
         read = self.query_all if self.where is None else self.query_catalogue
@@ -838,7 +859,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         found = self.query_catalogue(
             "SELECT DISTINCT indexrelid::regclass::text, pg_get_indexdef(indexrelid), indisvalid, "
@@ -879,6 +901,8 @@ class SourceTable:
             BusyError: Another session holds the lock.
             UnavailableError: The server does not answer.
             NobackfillError: Connecting fails otherwise, as `connect` says.
+            NotPermittedError: The password is wrong, or rights are missing.
+            NotFoundError: There is no such database.
         """
         digest = hashlib.sha256(f"nobackfill {purpose} {self.oid}".encode()).digest()
         deadline = time.monotonic() + wait_seconds
@@ -922,7 +946,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         found = self.query_all(
             "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
@@ -943,7 +968,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         query: LiteralString = (
             "SELECT EXISTS (SELECT FROM pg_attribute WHERE attrelid = {oid} AND attname = {name} "
@@ -957,7 +983,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         comment = self._comment(column)
         if comment and parse_comment_facts(comment):
@@ -972,7 +999,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         domains = self.query_all(
             "SELECT t.oid::regtype::text, concat_ws(', ', "
@@ -1019,7 +1047,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return self.comment_facts(column).get("nobackfill")
 
@@ -1029,7 +1058,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         return parse_comment_facts(self._comment(column))
 
@@ -1060,16 +1090,26 @@ class SourceTable:
     def compose(self, query: LiteralString, **parts: object) -> sql.Composed:
         """Compose a statement; a part that is no SQL object becomes a literal.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
             KeyError: A name in braces has no value.
+            TypeError: A part has a name that the table fills in itself, such as `key`.
         """
         return sql.SQL(query).format(**self._known, **parts)
 
     def text(self, query: LiteralString, **parts: object) -> str:
         """Compose a statement as text, for the owner to run.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
             KeyError: A name in braces has no value.
+            TypeError: A part has a name that the table fills in itself, such as `key`.
         """
         return self.compose(query, **parts).as_string()
 
@@ -1079,9 +1119,15 @@ class SourceTable:
         The query runs in a transaction that is rolled back. It is not repeated if the connection
         breaks.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
+            KeyError: A name in braces has no value.
         """
         with self.lend_connection() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
@@ -1112,7 +1158,8 @@ class SourceTable:
         Raises:
             NotPermittedError: It may hide some. The message names the statement that helps.
             UnavailableError: The server does not answer.
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         role = self.query_one(
             "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
@@ -1133,10 +1180,14 @@ class SourceTable:
 
         Args:
             setting: The statement before it, as SET LOCAL; None for none.
+            query: A query with names in braces.
+            parts: Values of the names of both; one that is no SQL object becomes a literal.
 
         Raises:
-            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
+            KeyError: A name in braces has no value.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -1162,9 +1213,12 @@ class SourceTable:
 
         Args:
             binary: Whether PostgreSQL sends values in its binary form.
+            query: A query with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
 
         Raises:
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
             KeyError: A name in braces has no value.
         """
@@ -1182,8 +1236,13 @@ class SourceTable:
         If the connection broke, the query runs a second time. No rows give b"". All rows are in
         memory at once.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
             KeyError: A name in braces has no value.
         """
@@ -1200,9 +1259,15 @@ class SourceTable:
     def query_one(self, query: LiteralString, **parts: object) -> Any:
         """Return the first value of the first row; None without rows.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
-            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
+            KeyError: A name in braces has no value.
         """
         rows = self.query_all(query, binary=False, **parts)
         return rows[0][0] if rows else None
@@ -1218,7 +1283,8 @@ class SourceTable:
         Raises:
             BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.
             UnavailableError: The server does not answer; it may have committed.
-            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         with self.lend_connection() as changes, changes.transaction():
             yield changes
@@ -1242,7 +1308,8 @@ class SourceTable:
         Raises:
             BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.
             UnavailableError: The server does not answer; it may have committed.
-            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement: BusyError, NotPermittedError,
+                NotFoundError, CannotWriteError or InvalidInputError.
         """
         with self.open_changes() as changes:
             # At once: a weaker lock that grows would meet readers that are about to write.
@@ -1260,7 +1327,8 @@ class SourceTable:
         It commits by itself and has no time limit.
 
         Raises:
-            NobackfillError: PostgreSQL refuses it; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses it: BusyError, NotPermittedError, NotFoundError,
+                CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
         """
         with self.lend_connection() as changes:
@@ -1273,7 +1341,8 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer, or the connection broke.
-            NobackfillError: PostgreSQL refuses a statement of the block; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement of the block: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
         """
         with self._connections.lend() as connection:
             yield Changes(self, connection)
@@ -1323,16 +1392,26 @@ class Changes:
     def run(self, query: LiteralString, **parts: object) -> int:
         """Run a statement, and return the number of its rows; -1 where the statement has none.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
             psycopg.Error: PostgreSQL refuses the statement, or the connection breaks.
+            KeyError: A name in braces has no value.
         """
         return int(self._connection.execute(self._table.compose(query, **parts)).rowcount)
 
     def query_all(self, query: LiteralString, **parts: object) -> list[Any]:
         """Return all rows of a query.
 
+        Args:
+            query: A statement with names in braces.
+            parts: Values of these names; one that is no SQL object becomes a literal.
+
         Raises:
             psycopg.Error: PostgreSQL refuses the query, or the connection breaks.
+            KeyError: A name in braces has no value.
         """
         rows: list[Any] = self._connection.execute(self._table.compose(query, **parts)).fetchall()
         return rows
@@ -1383,8 +1462,10 @@ class Changes:
 
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
+            KeyError: `names` lacks `function`, or a name of an event.
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
@@ -1425,6 +1506,7 @@ class Changes:
 
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
+            KeyError: `names` lacks `new` or `function`.
         """
         found = self.query_all(
             "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
@@ -1454,7 +1536,8 @@ class Changes:
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, as where this role may not give the
                 object away.
-            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue: BusyError,
+                NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError.
             UnavailableError: The server does not answer.
         """
         names = {"kind": sql.SQL(kind), "name": name}

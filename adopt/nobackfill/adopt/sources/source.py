@@ -103,6 +103,8 @@ class Rows:
     def select(self, places: Sequence[int]) -> "Rows":
         """Return the items with these numbers, in their order.
 
+        Negative numbers count from the end.
+
         Raises:
             IndexError: There is no such item.
         """
@@ -198,6 +200,10 @@ class TargetVectors(Protocol):
         """Return the number of windows that threads may migrate at the same time; at least 1.
 
         It may ask the store at each call.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def pending(self, window: Window) -> Rows:
@@ -207,10 +213,13 @@ class TargetVectors(Protocol):
             Rows in the order of the keys; none after all are written.
 
         Raises:
-            InvalidInputError: Vectors of the window have several dimensions.
+            InvalidInputError: Vectors of the window have several dimensions, a file is damaged, or
+                the store refuses the request.
             NotPermittedError: The server refuses the user.
             UnavailableError: The server does not answer.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -225,19 +234,25 @@ class TargetVectors(Protocol):
         Raises:
             CannotWriteError: The disk is full, or the store cannot be written.
             UnavailableError: The server does not answer.
-            InvalidInputError: The vectors have another dimension than the target.
+            InvalidInputError: The vectors have another dimension than the target, or the store
+                refuses them.
             NotPermittedError: The user's rights are missing.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
     def read(self, window: Window) -> Rows:
         """Read the new vectors of a window; items without one are left out.
 
         Raises:
-            InvalidInputError: A file is damaged.
+            InvalidInputError: A file is damaged, or the store refuses the request.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def count(self) -> int:
@@ -246,8 +261,10 @@ class TargetVectors(Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
-            InvalidInputError: A file is damaged.
+            InvalidInputError: A file is damaged, or the store refuses the request.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def finish(self) -> list[str]:
@@ -266,6 +283,9 @@ class TargetVectors(Protocol):
                 metrics.
             VerificationError: The store does not hold the vectors that were written.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
 
@@ -295,6 +315,9 @@ class Flippable(TargetVectors, Protocol):
             UnavailableError: The server does not answer.
             CannotWriteError: The disk is full, or the store cannot be written.
             NotPermittedError: The user's rights are missing.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
     def owner_tasks(self) -> list[str]:
@@ -304,6 +327,8 @@ class Flippable(TargetVectors, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            InvalidInputError: The store refuses the request.
         """
 
     def open_flip(self) -> AbstractContextManager[None]:
@@ -318,6 +343,9 @@ class Flippable(TargetVectors, Protocol):
             UnavailableError: The server does not answer; it may have flipped.
             CannotWriteError: The disk is full, or the store cannot be written.
             NotPermittedError: The user's rights are missing.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
 
@@ -336,6 +364,7 @@ class ReadableById(TargetVectors, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
         """
 
     def read_items(self, ids: Sequence[str]) -> Rows:
@@ -347,6 +376,7 @@ class ReadableById(TargetVectors, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
         """
 
 
@@ -364,6 +394,8 @@ class ComputesProducts(TargetVectors, Protocol):
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
         """
 
 
@@ -377,12 +409,13 @@ class Source(Protocol):
         """Return the facts that the store declares about its vectors.
 
         Raises:
-            InvalidInputError: The store searches by a metric that is not supported, or its column
-                of vectors cannot be chosen.
+            InvalidInputError: The store searches by a metric that is not supported, its column of
+                vectors cannot be chosen, or a file is damaged.
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def count(self) -> int:
@@ -392,10 +425,12 @@ class Source(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
-            InvalidInputError: A file cannot be read.
+            InvalidInputError: A file cannot be read, or the store refuses the request.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            IncompatibleSpaceError: Files of one folder record different models.
         """
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
@@ -404,39 +439,46 @@ class Source(Protocol):
         In a database the last window has no upper end, so that it includes later items. An empty
         database gives one window; files without rows may give none.
 
+        The errors come when a window is requested.
+
         Args:
             rows_per_window: At least 1.
 
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user, or may hide rows from this role.
-            InvalidInputError: A file cannot be read.
+            InvalidInputError: A file cannot be read, or the store refuses the request.
             IncompatibleSpaceError: Files of one folder record different models.
             NotFoundError: The table or the collection was deleted.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            ValueError: `rows_per_window` is 0, in a folder of arrays.
         """
 
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window; items without one are left out. NaN passes.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions, or a file is damaged.
+            InvalidInputError: The vectors have several dimensions, a file is damaged, or the store
+                refuses the request.
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def read_column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; items without a value are left out.
 
         Raises:
-            InvalidInputError: There is no such column. A store without fixed columns returns no
-                values instead.
+            InvalidInputError: There is no such column, or a file is damaged. A store without fixed
+                columns returns no values instead.
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def open_target(self, target: Target) -> TargetVectors:
@@ -452,6 +494,8 @@ class Source(Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The user may not change the store.
             NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
     def drop_new_vectors(self, name: str) -> bool:
@@ -468,6 +512,8 @@ class Source(Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The user may not change the store.
             NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
 
@@ -482,6 +528,9 @@ class WarningSource(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            InvalidInputError: The store refuses the request.
         """
 
     def flip_obstacles(self, target: Target) -> list[str]:
@@ -493,6 +542,9 @@ class WarningSource(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            InvalidInputError: The store refuses the request.
         """
 
 
@@ -520,6 +572,10 @@ class Reversible(Source, Protocol):
 
         Raises:
             InvalidInputError: The store cannot hold new vectors next to these.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
         """
 
     def count_vectors(self, column: str) -> int:
@@ -531,6 +587,9 @@ class Reversible(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted or renamed.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            InvalidInputError: The store refuses the request.
         """
 
     def record_model(self, model: str) -> None:
@@ -543,6 +602,10 @@ class Reversible(Source, Protocol):
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The user's rights are missing.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
+            InvalidInputError: The store refuses the request.
         """
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
@@ -555,6 +618,8 @@ class Reversible(Source, Protocol):
             BusyError: Another migration holds the lock.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            CannotWriteError: The lock file of a store without locks cannot be created.
+            NotFoundError: The table or the collection was deleted.
         """
 
     def read_migration_digest(self, column: str) -> str | None:
@@ -565,6 +630,9 @@ class Reversible(Source, Protocol):
             NotPermittedError: The server refuses the user.
             UnavailableError: The server does not answer.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted or renamed.
+            InvalidInputError: The store refuses the request.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def flip_digest(self) -> str | None:
@@ -575,6 +643,9 @@ class Reversible(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            InvalidInputError: The store refuses the request.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def flip_state(self, computer_digest: str) -> Literal["old", "flipped", "finished", "unknown"]:
@@ -592,6 +663,9 @@ class Reversible(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted or renamed.
+            InvalidInputError: The store refuses the request.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def flip_back(self, new_name: str, *, allow_loss: bool = False) -> int:
@@ -612,6 +686,8 @@ class Reversible(Source, Protocol):
             NotPermittedError: Rows may be hidden from this user. The user may not change the store.
             UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
     def drop_old(self) -> None:
@@ -624,6 +700,8 @@ class Reversible(Source, Protocol):
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The user's rights are missing.
+            ConfigurationError: The process was forked after the opening (LanceDB), or the file is
+                read-only (sqlite-vec).
         """
 
 
@@ -652,12 +730,16 @@ class CostEstimator(Source, Protocol):
     def estimate_costs(self, trial: MigrationTrial) -> MigrationCosts:
         """Estimate the seconds of a migration. Nothing is written to the store itself.
 
+        Some stores migrate items in a temporary folder.
+
         Raises:
             InvalidInputError: A file is damaged, or vectors have several dimensions.
             UnavailableError: The server does not answer.
-            NotPermittedError: The server refuses the user.
+            NotPermittedError: The server refuses the user, or may hide rows from this role.
             NotFoundError: The table or the collection was deleted.
             BusyError: Others hold the store, or its server has too many requests.
+            IncompatibleSpaceError: Files of one folder record different models.
+            OSError: The temporary folder cannot be written.
         """
 
 
@@ -672,6 +754,9 @@ class Dimensioned(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            InvalidInputError: The store refuses the request.
         """
 
 
@@ -691,12 +776,14 @@ class Searchable(Source, Protocol):
             Ids, nearest first; the store may search approximately.
 
         Raises:
-            NotFoundError: There are no new vectors of this name.
+            NotFoundError: There are no new vectors of this name. The collection was deleted.
             InvalidInputError: The query has another dimension, or, in some stores, there are no new
                 vectors of this name.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            ConfigurationError: The process was forked after the opening (LanceDB).
+            ValueError: The query has another dimension, in files that are held in memory.
         """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
@@ -709,6 +796,8 @@ class Searchable(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
@@ -721,6 +810,8 @@ class Searchable(Source, Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
+            ConfigurationError: The process was forked after the opening (LanceDB).
         """
 
     def close(self) -> None:
@@ -744,9 +835,11 @@ def time_reading(source: Source) -> float:
     Raises:
         InvalidInputError: A file is damaged, or vectors have several dimensions.
         UnavailableError: The server does not answer.
-        NotPermittedError: The server refuses the user.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
         NotFoundError: The table or the collection was deleted.
         BusyError: Others hold the store, or its server has too many requests.
+        IncompatibleSpaceError: Files of one folder record different models.
+        ConfigurationError: The process was forked after the opening (LanceDB).
     """
     started = time.perf_counter()
     rows = sum(len(source.read(one)) for one in islice(source.windows(_TIMED_ROWS), _TIMED_WINDOWS))
@@ -869,6 +962,8 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
 
     A second call in this process waits and fails likewise.
 
+    The folder of the file is made if it is missing.
+
     Args:
         path: The lock file; its holder removes it at the end.
         name: Name of the table in the error.
@@ -900,6 +995,8 @@ def lock_by_address(
     A server has one lock, however its address is spelled: localhost is each address of this
     machine, and letter case, a slash at the end and `http` or `https` do not count.
 
+    The lock file and its folder are created when the block begins.
+
     Args:
         address: The address of the store.
         collection_name: Name of the collection, for the lock and for the error.
@@ -909,6 +1006,7 @@ def lock_by_address(
     Raises:
         BusyError: Another migration holds the lock.
         CannotWriteError: The lock file cannot be created.
+        ValueError: The address of a server is malformed; this comes at the call.
     """
     if folder is None:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -1029,7 +1127,7 @@ def stack_vectors(
 ) -> Vectors:
     """Stack vectors of one dimension into an array.
 
-    An id is needed for each vector; more ids are ignored.
+    An id is needed for each vector: with fewer, an error becomes IndexError. More ids are ignored.
 
     Args:
         vectors: One vector for each id.
