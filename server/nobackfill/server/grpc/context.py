@@ -149,8 +149,8 @@ class Tokens:
     def __init__(self, path: Path) -> None:
         """Read the file; later it is read again at a call, at most once a second, if it changed.
 
-        An empty file has no tokens, so that every call is refused. If a digest is there twice, its
-        first line counts.
+        An empty file has no tokens, so that every call is refused; that is logged. If a digest is
+        there twice, its first line counts.
 
         Raises:
             ConfigurationError: the file cannot be read, or a line is not valid; the error names the
@@ -256,9 +256,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenRecheck:
-    """Check that a caller may continue, whenever it is called; see Tokens.confirm.
+    """Check that a caller may continue, whenever it is called.
 
-    Confirmations of one token compare equal.
+    A call raises UnauthenticatedError once the token was removed, has expired, or has another name,
+    role, galleries or limit of items. Rechecks of one token and caller compare equal.
 
     Attributes:
         tokens: the tokens.
@@ -459,7 +460,8 @@ def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> 
         The caller; LOCAL, an administrator, without tokens or for a method that needs none.
 
     Raises:
-        UnauthenticatedError: the token is missing, unknown or expired.
+        UnauthenticatedError: the header is missing or has another form, or the token is unknown or
+            expired.
         NotPermittedError: the role may not call the method; the call was counted.
         OverloadedError: the name's rate is exceeded.
     """
@@ -662,7 +664,7 @@ def without_folders(sentence: str) -> str:
     """Cut the folders from absolute paths in a sentence, because clients must not see them.
 
     `/a/b/c.sqlite` becomes `c.sqlite`. Relative paths and addresses stay as they are, and so does
-    `/c`, which has no folder.
+    `/c`, which has no folder. Folders from the first one with a blank or a colon on stay.
     """
     return _FOLDERS.sub("", sentence)
 

@@ -144,12 +144,12 @@ def check_port_free(address: str, option: str) -> None:
 
     Args:
         address: HOST:PORT; an unknown host passes, and fails later. Port 0 passes for a host of
-            this machine.
+            this machine. If the host has several addresses, one that is free suffices.
         option: the command's option, for the error.
 
     Raises:
         BusyError: no address of HOST:PORT can be bound, also for lack of a permission.
-        ValueError: the address has another form.
+        ValueError: the address has another form, or a part of the host is too long.
     """
     host, port = split_address(address, "address")
     try:
@@ -475,6 +475,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # unt
     def Check(  # noqa: N802 - the contract's name
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
+        """Return a service's status; for an unknown service the call ends with NOT_FOUND."""
         status = self._statuses.get(request.service)
         if status is None:
             context.set_code(grpc.StatusCode.NOT_FOUND)
@@ -527,7 +528,7 @@ class GrpcListener:
         reflection.enable_server_reflection(names, server)
 
     def start(self, file: str | None = None) -> str:
-        """Listen for calls; call it once.
+        """Listen for calls, and start the threads that answer them; call it once.
 
         Args:
             file: also listen, without TLS, on this socket that nobody else can open; None means no
@@ -538,7 +539,7 @@ class GrpcListener:
 
         Raises:
             BusyError: the address is in use, or is none of this machine.
-            RuntimeError: gRPC cannot listen on the socket `file`.
+            RuntimeError: gRPC cannot listen on the socket `file`, or the system has no thread left.
         """
         address = self._settings.address
         certificates = self._certificates
@@ -609,6 +610,8 @@ def make_grpc_server(
 ) -> "PlainServer | LoopServer":
     """Make the server for calls: that of loop.py, or a plain one if the interceptor is plain; it
     does not listen yet.
+
+    That of loop.py starts threads of its own, which its `close` stops.
 
     Raises:
         ImportError: the interceptor is not plain, and loop.py does not work with this grpcio; see

@@ -612,7 +612,7 @@ class WatchSource:
 
 
 class WatchPoller:
-    """Poll all sources in turn."""
+    """Poll all sources in turn, on four threads that start at once and that `close` stops."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -747,7 +747,7 @@ Call = Arrival | QuickCall
 
 class CallExecutor(Executor):
     """Receive each call's message before a thread is taken for it; gRPC uses this as its thread
-    pool.
+    pool. Its own threads, five, run from the construction to `close`.
 
     gRPC's threaded server takes a thread of its pool and waits there for the message, so callers
     that send none hold the pool (ADR 0008).
@@ -869,6 +869,10 @@ class CallExecutor(Executor):
         Calls of one method that follow each other are answered in one go. Calls without such an
         answer, with a past deadline, or of a batch that failed get a thread. A failure is logged
         and counted. Without waiting calls it does nothing.
+
+        Raises:
+            ValueError: a method's immediate answer returned too few or too many answers.
+            Exception: any error of a DeferredAnswer's functions. Either ends gRPC's thread.
         """
         batch, self._batch = self._batch, []
         for answer, calls in groupby(batch, key=lambda entry: entry[0]):

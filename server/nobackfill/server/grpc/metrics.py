@@ -100,7 +100,8 @@ class CallMetrics(Collector):
         """Yield the metrics of calls at a scrape: ended calls by method and status, their
         durations, and open and waiting calls by lane.
 
-        A method without an ended call has no series yet.
+        A method without an ended call has no series yet. An error of a lane's counter fails the
+        scrape.
         """
         yield from self._ended()
         is_open = GaugeMetricFamily(

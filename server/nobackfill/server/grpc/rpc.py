@@ -207,7 +207,9 @@ class Lane:
         return self._occupied + queued_count < self.size.capacity
 
     def leave(self, caller_name: str, role: Role) -> None:
-        """Release a place that `enter` took for the same caller and role; once for each `enter`."""
+        """Release a place that `enter` took for the same caller and role; once for each `enter`,
+        which is not checked.
+        """
         with self._lock:
             self._occupied -= 1
             self._roles[role] -= 1
@@ -233,7 +235,7 @@ class Lane:
             )
 
     def take_turn(self, timeout_s: float) -> None:
-        """Wait on the call's own thread for a turn: at most `threads` calls work at once.
+        """Wait on the call's own thread for a turn: at most `size.thread_count` calls work at once.
 
         `end_turn` must follow once it has returned.
 
@@ -328,7 +330,9 @@ class Lanes:
         return self.by_name["slow"] if lane.name == "calls" else lane
 
     def close(self) -> None:
-        """Stop all lanes; see Lane.close. Returns at once."""
+        """Stop the threads of all lanes once they are idle; work that waits for a thread is
+        dropped. Returns at once.
+        """
         for lane in self.by_name.values():
             lane.close()
 
@@ -550,8 +554,8 @@ class OpenStream:
         """Ask the stream to end; a later call cancels it if it still runs after the grace period.
 
         The first call records the reason and calls `on_stop` on this thread; the reason of later
-        calls is ignored. The grace period is 1 s, or none if the work does not check. StallMonitor
-        calls this again every 0.5 s.
+        calls is ignored. The grace period is 1 s. If the work does not check, there is none, and
+        the first call cancels the stream itself. StallMonitor calls this again every 0.5 s.
 
         No lock is taken: two threads at once may both call `on_stop`, whose errors pass through.
 
@@ -586,7 +590,7 @@ class OpenStream:
 
 
 class StallMonitor:
-    """End streams that stall; one thread watches all of them.
+    """End streams that stall; one thread watches all of them, from the construction to `close`.
 
     Time that the gateway itself takes does not count.
     """
@@ -607,7 +611,8 @@ class StallMonitor:
 
         Every 0.5 s a thread checks the caller, the age, and how long the client has let it wait.
         If the caller may not continue, or the stream is too old, it is stopped (`OpenStream.stop`).
-        After 60 s without a sent or read message it is cancelled.
+        It is cancelled if one message takes longer than `patience_s`, by default 60 s. After
+        `close` it is not watched.
         """
         with self._lock:
             self._streams.setdefault(stream.confirm_caller, set()).add(stream)
@@ -616,8 +621,8 @@ class StallMonitor:
     def watch_requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Yield the client's messages, and check the caller for each; the wait for each is watched.
 
-        It ends when the client ends its stream. Sets and clears `stream.waiting`. A stream that was
-        asked to end without a reason continues.
+        It ends when the client ends its stream. Sets and clears `stream.waiting_since`. A stream
+        that was asked to end without a reason continues.
 
         Raises:
             UnauthenticatedError: the caller may not continue.
@@ -642,7 +647,7 @@ class StallMonitor:
 
         None means that nothing has changed: this waits for POLL_SECONDS, or until `ended` is set.
         Then it asks again, or ends if the stream is not active. Other messages are yielded even if
-        it was asked to end without a reason.
+        it was asked to end without a reason. Sets and clears `stream.waiting_since`.
 
         Args:
             responses: what the call yields.
@@ -671,7 +676,7 @@ class StallMonitor:
         """Ask the streams to end that the gateway does not wait for when it stops; do not wait.
 
         Their callers get no error. Work that does not check is cancelled at once, other work 1 s
-        later.
+        later by the thread that watches.
         """
         for _, streams in self._streams_by_check():
             for stream in streams:
@@ -804,7 +809,7 @@ class RpcMethod:
 
     def watch(self, request: Any) -> Iterator[bytes | None]:
         """Yield the encoded messages of a watch; None if nothing has changed. Never sleeps; errors
-        of the service's method pass through.
+        of the service's method, which gets None as its context, pass through.
         """
         for response in self.behavior(request, None):
             yield None if response is None else self.encode_answer(response)
@@ -940,7 +945,7 @@ class Rpc:
 
     def end(self, code: grpc.StatusCode) -> None:
         """Count the call with its duration, release what it held, and export its trace. Call it
-        exactly once.
+        exactly once. An error of an ending passes, and the call is then not counted.
         """
         for ending in self._endings:
             ending()
@@ -1236,7 +1241,8 @@ class Interceptor(grpc.ServerInterceptor):
 
         Returns None if it is handled as any other call. That is so if its method has no immediate
         answer or was not called before, if calls are traced, or if it is refused. A call that is
-        returned was counted for its token's rate. The request's id is not set for the log.
+        returned, or refused for its role, was counted for its token's rate. The request's id is not
+        set for the log.
         """
         entry = self._methods.get(method)
         if entry is None or entry[0].answer_immediately is None or self._tracing is not None:

@@ -108,8 +108,9 @@ def read_tracing(environment: Mapping[str, str]) -> Tracing | None:
         are requested, or OTEL_SDK_DISABLED is true or OTEL_TRACES_EXPORTER is none.
 
     Raises:
-        ConfigurationError: the exporter, or the extra that it needs, is not installed.
-        ImportError, AttributeError: the exporter's module cannot be imported, or lacks its object.
+        ConfigurationError: the exporter, or the extra that it needs, is not installed, or the
+            plug-in cannot be imported.
+        Exception: any error of importing or constructing OpenTelemetry's exporter.
     """
     is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_none = environment.get("OTEL_TRACES_EXPORTER") == "none"
