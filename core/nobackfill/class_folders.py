@@ -96,8 +96,8 @@ def list_images(
         ConfigurationError: `root` or `class_list` cannot be read.
         InvalidInputError: No class folder, fewer than `class_count`, a listed folder that is
             missing, listed twice or inside another, or a class folder without an image.
-        PermissionError: `root` is a folder that this user may not read. A folder below it that
-            cannot be read counts as empty.
+        PermissionError: `root` is a folder that this user may not read, or lies in one that this
+            user may not search. A folder below it that cannot be read counts as empty.
     """
     if not root.is_dir():
         raise ConfigurationError(
@@ -169,7 +169,8 @@ def list_nonempty_classes(root: Path) -> ImageListing:
         root: A folder of class folders.
 
     Raises:
-        PermissionError: `root` is a folder that this user may not read.
+        PermissionError: `root` is a folder that this user may not read, or lies in one that this
+            user may not search.
     """
     files = _files(_folders(root) if root.is_dir() else [])
     return _listing(root, {folder: of_class for folder, of_class in files.items() if of_class})

@@ -208,8 +208,9 @@ _ADVICE = {
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace the content of a file atomically, or create the file.
 
-    After a crash, the file has either its old or its new content. A link is replaced by a file. A
-    killed process may leave a temporary file, which `remove_temporary_files` removes.
+    It is durable when this returns. After a crash, the file has either its old or its new content.
+    A link is replaced by a file. A killed process may leave a temporary file, which
+    `remove_temporary_files` removes.
 
     Args:
         path: The file; its folder must exist. Its name has at most 217 bytes, so that the temporary
@@ -218,8 +219,9 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         mode: Permissions of the new file, less the umask; those of the old file are not preserved.
 
     Raises:
-        CannotWriteError: The write failed, or the folder is missing. The file has its old content,
-            or the new one if only the folder could not be synced. No temporary file stays.
+        CannotWriteError: The write failed, the folder is missing, or `path` is a folder. The file
+            has its old content, or the new one if only the folder could not be synced. No temporary
+            file stays.
     """
     temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
     with _translate_os_errors(path):
@@ -236,8 +238,9 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 def write_file_over_spare(spare: Path, path: Path, data: bytes) -> None:
     """Replace a file atomically, reusing the disk blocks of a spare file.
 
-    Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
-    After a crash, `path` has either its old or its new content, and `spare` may have a part of it.
+    Works on a full disk, too, as long as the data needs no more blocks than the spare file has. It
+    is durable when this returns. After a crash, `path` has either its old or its new content, and
+    `spare` may have a part of it.
 
     Args:
         spare: An existing file in the same file system; it is renamed to `path` and keeps its
@@ -261,7 +264,8 @@ def write_file_over_spare(spare: Path, path: Path, data: bytes) -> None:
 def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
     """Add bytes at the end of a file; create it if it is missing.
 
-    After a crash, a part of the bytes may be there. A link is followed. No lock is taken.
+    They are durable when this returns. After a crash, a part of the bytes may be there. A link to
+    an existing file is followed. No lock is taken.
 
     Args:
         path: The file; its folder must exist.
@@ -269,7 +273,8 @@ def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> Non
         mode: Permissions of a new file, less the umask; an existing file keeps its own.
 
     Raises:
-        CannotWriteError: The write failed; a part of the bytes may be there.
+        CannotWriteError: The write failed; a part of the bytes may be there. Or the folder is
+            missing, or `path` is a folder or a dangling link.
     """
     with _translate_os_errors(path):
         new = not path.exists()
@@ -282,15 +287,15 @@ def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> Non
 
 
 def make_dir(path: Path, mode: int = 0o755) -> None:
-    """Make a folder and its parents, unless they exist.
+    """Make a folder and its parents, unless they exist. They are durable when this returns.
 
     Args:
         path: The folder; a link to a folder counts as one.
         mode: Permissions of new folders, less the umask; existing folders keep theirs.
 
     Raises:
-        CannotWriteError: A folder cannot be made, or a file has its name. Parents that were made
-            stay.
+        CannotWriteError: A folder cannot be made, or a file or a dangling link has its name.
+            Parents that were made stay.
     """
     with _translate_os_errors(path):
         if path.is_dir():
@@ -315,6 +320,7 @@ def refuse_copy_into_itself(target: Path, source: Path) -> None:
     Raises:
         ConfigurationError: `target` is `source` or lies below it.
         OSError: This user may not search a folder above one of them.
+        RuntimeError: `target` is a loop of links.
     """
     place = target.resolve()
     folders = [source, *(path for path in source.glob("*") if path.is_symlink())]
@@ -330,7 +336,8 @@ def refuse_copy_into_itself(target: Path, source: Path) -> None:
 def replace_file(source: Path, target: Path) -> None:
     """Move a finished file to a new name, in place of any file there.
 
-    After a crash, `target` is either the old or the new file.
+    The move is durable when this returns. After a crash, `target` is either the old or the new
+    file.
 
     Args:
         source: The file; its content is synced first.
@@ -351,8 +358,8 @@ def replace_file(source: Path, target: Path) -> None:
 def publish_dir(source: Path, target: Path) -> None:
     """Rename a finished folder to its final name, after syncing all its content.
 
-    After a crash, `target` is complete or missing. Hold a lock: an empty folder that another
-    process makes at `target` meanwhile is replaced.
+    It is durable when this returns. After a crash, `target` is complete or missing. Hold a lock: an
+    empty folder that another process makes at `target` meanwhile is replaced.
 
     Args:
         source: The folder; a file is moved, too, but not synced.
@@ -473,8 +480,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 def lock_file(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold a lock file during the block; the death of the holder frees it.
 
-    The file stays, unless its holder removes it. Its folder is made if it is missing. The lock is
-    not reentrant: a second call for the same path waits, too, in the same thread.
+    A missing file is made with mode 0600, and so is its folder; it stays, unless its holder removes
+    it. The lock is not reentrant: a second call for the same path waits, too, in the same thread.
 
     A waiting caller tries again every 20 ms.
 

@@ -78,6 +78,7 @@ def load_plugin(group: str, name: str) -> Any:
         ConfigurationError: No installed distribution has this plug-in, it needs an extra that is
             not installed, its module cannot be imported, or the module lacks the object that the
             entry point names. The message names the distribution and the pip command.
+        NobackfillError: The import itself raises it.
     """
     plugins = _entry_points(group)
     if name not in plugins.names:

@@ -65,7 +65,10 @@ def register_for_forks(resource: ForkAware) -> None:
     A second call for the same object changes nothing.
 
     Args:
-        resource: The object; only a weak reference to it is stored. It must be hashable.
+        resource: The object; only a weak reference to it is stored.
+
+    Raises:
+        TypeError: The object is not hashable, or its class allows no weak references.
     """
     _OPEN.add(resource)
 

@@ -128,6 +128,7 @@ class Moments:
 
         Raises:
             AssertionError: No pair was added to this object.
+            AttributeError: `part` has neither pairs nor an origin.
         """
         assert self._origin is not None
         others = Moments(self)
@@ -190,6 +191,8 @@ class Moments:
     def gram(self) -> Doubles:
         """Return the products of centred inputs, summed over the rows: float64 [a, a].
 
+        Without rows after `subtract`, or with only `same_origin_as`, it is NaN.
+
         Raises:
             AttributeError: No rows were added.
         """
@@ -198,6 +201,8 @@ class Moments:
     @property
     def cross(self) -> Doubles:
         """Return the products of centred inputs and outputs, summed over rows: float64 [a, b].
+
+        Without rows after `subtract`, or with only `same_origin_as`, it is NaN.
 
         Raises:
             AttributeError: No rows were added.
@@ -211,7 +216,8 @@ def split_into_blocks(x: Floats, y: Floats, rows_per_block: int = _BLOCK_ROWS) -
     Args:
         x: [n, a].
         y: [n, b].
-        rows_per_block: Largest number of rows of a block, at least 1.
+        rows_per_block: Largest number of rows of a block, at least 1; 0 raises ValueError at the
+            first block.
 
     Returns:
         A function that iterates over the blocks from the start at each call; without rows there is
@@ -240,6 +246,7 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
     Raises:
         numpy.linalg.LinAlgError: The system of equations is singular, or its eigenvalues cannot be
             computed.
+        AttributeError: No pair was added to the moments.
     """
     gram = moments.gram
     ridge = penalty * float(np.trace(gram)) / len(gram)
@@ -272,8 +279,8 @@ def fit_ridge(
         rows_per_group: Number of consecutive rows that are left out as one, such as views of one
             image; at least 1.
         seed: Chooses the sampled groups, at least 0; the same seed and pairs give the same map.
-        moments: Moments of all blocks, if they are known; they are not compared with `blocks`. None
-            computes them.
+        moments: Moments of all blocks, if they are known; only their number of rows is compared
+            with `blocks`, which are not checked for NaN then. None computes them.
         most_sampled_rows: Above this number of rows, the error is computed on a sample of this
             size, in whole groups and at least one.
 
@@ -284,7 +291,10 @@ def fit_ridge(
     Raises:
         ValueError: Rows that are no pairs, NaN or infinity, fewer than 2 groups, a number of rows
             that is no multiple of `rows_per_group`, or another number of rows at the second call.
+            Or the seed is negative and rows are sampled.
+        ZeroDivisionError: `rows_per_group` is 0.
         numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
+        Exception: Any error that `blocks` raises.
     """
     moments = Moments.from_blocks(blocks()) if moments is None else moments
     if moments.row_count % rows_per_group or moments.row_count < 2 * rows_per_group:

@@ -241,12 +241,12 @@ class TextLine:
     other_keys: Mapping[str, Any]
 
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
-        """Return the notes as metadata of an item, without the keys that are null.
+        """Return the other keys as metadata of an item, without those that are null.
 
         An empty list counts as a list of texts. Numbers may be NaN or infinite here.
 
         Returns:
-            The values by key, not copied; empty without notes.
+            The values by key, not copied; empty without such keys.
 
         Raises:
             InvalidInputError: A value is an object, or a list with anything but texts.

@@ -134,7 +134,7 @@ def oracle_order(served_vectors: Floats, native_vectors: Floats) -> Ints:
         int64 [n].
 
     Raises:
-        ValueError: The shapes differ.
+        ValueError: The shapes differ and do not broadcast.
     """
     return uncertainty_order(((served_vectors - native_vectors) ** 2).sum(axis=1))
 
@@ -161,7 +161,7 @@ def gain_order(served_vectors: Floats, uncertainty: Floats, metric: Metric = "l2
 
     Raises:
         ValueError: There are no items, the vectors are not finite, one is zero with cosine, the
-            metric is unknown, or `uncertainty` has another length.
+            metric is unknown, or `uncertainty` has another length (1 counts for all items).
     """
     neighbours, _ = exact_neighbours(
         served_vectors, served_vectors, min(GAIN_NEIGHBOURS + 1, len(served_vectors)), metric

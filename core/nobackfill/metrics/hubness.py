@@ -20,7 +20,7 @@ def hubness(neighbours: Ints, gallery_size: int) -> float:
 
     Raises:
         ValueError: No query, another shape, a position outside the gallery or below 0, or an empty
-            gallery.
+            gallery. With k 0, an empty gallery gives NaN instead.
         TypeError: Positions that are no integers.
     """
     if neighbours.ndim != 2 or not len(neighbours):

@@ -174,7 +174,7 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
 
     Args:
         neighbours: Gallery positions, int64 [q, k], nearest first, -1 for none. A position must not
-            repeat in a row; this is not checked.
+            repeat in a row, and must lie inside the gallery; neither is checked.
         relevance: The relevant items of each query.
 
     Returns:

@@ -63,7 +63,7 @@ def rank_replacement_steps(
     orders: Sequence[ReplacementSteps],
     relevance: Relevance,
 ) -> list[list[list[Ints]]]:
-    """Rank the relevant items as `rank_block` does, for each way and each of its steps.
+    """Rank the relevant items as `rank_block` does, for each order and each of its steps.
 
     Items with an infinite or NaN distance in either block have no rank, at any step. The blocks are
     not changed.
@@ -76,7 +76,7 @@ def rank_replacement_steps(
         relevance: The relevant items of all queries.
 
     Returns:
-        Ascending 1-based ranks, int64: by way, then by step, then by query.
+        Ascending 1-based ranks, int64: by order, then by step, then by query.
 
     Raises:
         IndexError: Relevance for fewer queries, or a position outside the gallery.

@@ -110,6 +110,9 @@ class Scorer:
         Returns:
             float64 in 0 to 1, of the same shape [...]; a smaller distance never has a smaller
             score. NaN stays NaN.
+
+        Raises:
+            ValueError: The curve has no breakpoint.
         """
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
@@ -126,6 +129,9 @@ class Scorer:
 
         Returns:
             bool, of the same shape [...].
+
+        Raises:
+            IndexError: The curve has no breakpoint.
         """
         values = np.asarray(distances, dtype=np.float64)
         nearer, farther = values < self._distances[0], values > self._distances[-1]
@@ -145,6 +151,9 @@ def match_probabilities(calibration: Curve, distances: ArrayLike) -> NDArray[np.
     Returns:
         float64 in [0, 1], of the same shape; a smaller distance never has a smaller score. NaN
         stays NaN, so that no caller takes it for a match.
+
+    Raises:
+        ValueError: The curve has no breakpoint.
     """
     return Scorer(calibration).scores(distances)
 

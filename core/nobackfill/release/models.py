@@ -128,9 +128,9 @@ class UpgradeModel:
                 read it. An upgrade that does not read it does not check it.
 
         Returns:
-            n rows in the order of `embedding`. `side` is the new side-information, the argument
-            unchanged where the upgrade carries it, or None where it drops it. `uncertainty` is None
-            where the upgrade predicts none.
+            n rows in the order of `embedding`. `side_information` is new, the argument unchanged
+            where the upgrade carries it, or None where it drops it. `uncertainty` is None where the
+            upgrade predicts none.
 
         Raises:
             InvalidInputError: Another shape or dtype, a value that is not finite
@@ -487,7 +487,7 @@ def check_output(
         unit_norm: Whether each norm must be 1.
 
     Returns:
-        float32 [count, dim], converted from float64; the same array where it is C-contiguous
+        float32 [item_count, dim], converted from float64; the same array where it is C-contiguous
         float32.
 
     Raises:

@@ -101,8 +101,10 @@ class TextModel:
         Raises:
             InvalidInputError: The tokenizer refuses a text, or crashes on it
                 (DefectiveTokenizerError).
-            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            VerificationError: There are no texts, onnxruntime cannot run the model, or its output
+                has another shape.
             UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
+            KeyError: Another role.
         """
         return self.embed(self.reader.tokenize(texts, role), role)
 
@@ -122,6 +124,7 @@ class TextModel:
             UnusableOutputError: The model returns no usable vector for some texts; the error lists
                 the rows.
             VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            KeyError: Another role, or tokens without `input_ids`.
         """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])

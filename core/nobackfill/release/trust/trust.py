@@ -82,7 +82,7 @@ class Fetcher(Protocol):
 
         Raises:
             tuf.api.exceptions.DownloadHTTPError: At once or at any piece: 404 for no such file, 416
-            for a file shorter than `offset`.
+                for a file shorter than `offset`.
             tuf.api.exceptions.SlowRetrievalError: Nothing came in time.
             tuf.api.exceptions.DownloadError: Any other failure.
         """
@@ -338,7 +338,7 @@ class TrustedState:
         Raises:
             VerificationError: A signature is wrong, or a digest differs. The root metadata must
                 sign itself.
-            KeyError: A role is missing in `metadata_bytes`.
+            KeyError: A role is missing in `texts`.
         """
         self.anchor = anchor
         self.refresh_time = refresh_time
@@ -391,7 +391,7 @@ class TrustedState:
 
         Raises:
             CannotWriteError: The file cannot be written, or its folder is missing. The old file
-                stays.
+                stays, unless only the folder could not be synced: then the new one is there.
         """
         texts = {role: data.decode() for role, data in self.metadata_bytes.items()}
         stored = {
@@ -775,6 +775,7 @@ class Trust:
     def refresh(self) -> bool:
         """Fetch and verify the published metadata, and store it durably if it changed.
 
+        Makes the state folder with a lock file, and removes temporary files of killed processes.
         Waits up to a minute for another process or thread that refreshes the same state. It
         continues from the stored state, which another process may have refreshed. Files of releases
         are not fetched. After an error this object still has the state that it had before. Without
@@ -897,11 +898,13 @@ class Trust:
         Raises:
             UnfitError: This program can use none of the releases that were not withdrawn; the error
                 is of the first one tried.
-            VerificationError: The host sends another file.
+            VerificationError: The host sends another file, or the state folder has a link that
+                leads out of it in place of a manifest.
             NotFoundError: Nothing was fetched yet, or the host lacks a manifest.
-            UnavailableError: The source does not answer, or is too slow.
+            UnavailableError: The source does not answer, is too slow or stopped early.
             CannotWriteError: The manifest cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+            OSError: A stored manifest cannot be read.
         """
         unfit: UnfitError | None = None
         good = [n for n, reason in self.releases().items() if reason is None]
@@ -924,12 +927,14 @@ class Trust:
 
         Raises:
             NotFoundError: No such release, nothing was fetched yet, or the host lacks the file.
-            VerificationError: The host sends another file.
+            VerificationError: The host sends another file, or the state folder has a link that
+                leads out of it in place of the manifest.
             UnfitError: This program cannot use the release, or its manifest names a file that is
                 not signed with this digest.
             UnavailableError: The source does not answer, is too slow or stopped early.
             CannotWriteError: The file cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+            OSError: The stored manifest cannot be read.
         """
         path = manifest_path(release)
         manifest = parse_manifest(self.download(path, self._folder).read_bytes(), release)
@@ -958,11 +963,13 @@ class Trust:
             The manifests by number; empty without usable releases.
 
         Raises:
-            VerificationError: The host sends another file.
+            VerificationError: The host sends another file, or the state folder has a link that
+                leads out of it in place of a manifest.
             NotFoundError: Nothing was fetched yet, or the host lacks a manifest.
             UnavailableError: The source does not answer, is too slow or stopped early.
             CannotWriteError: A manifest cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+            OSError: A stored manifest cannot be read.
         """
         manifests: dict[int, Manifest] = {}
         for release, reason in self.releases().items():
@@ -1074,6 +1081,7 @@ class TrustedFolder(Trust):
             VerificationError: The state is damaged or cannot be read, began with another root, or
                 root metadata is not validly signed.
             UnavailableError: The folder cannot be read, or not within 30 s.
+            OSError: This user may not search the folder of the state.
         """
         self.repo = repo
         fetcher = FolderFetcher(repo)
@@ -1084,6 +1092,8 @@ class TrustedFolder(Trust):
     def manifest(self, release: int) -> Manifest:
         """Return the manifest of a release, whose file must be unchanged in the publication folder.
 
+        A copy of the file is kept in the state folder.
+
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
             VerificationError: The file is missing, is a link, or differs from the signed one.
@@ -1091,6 +1101,7 @@ class TrustedFolder(Trust):
                 not signed with this digest.
             UnavailableError: The folder cannot be read.
             CannotWriteError: The state folder cannot be written.
+            OSError: The copy in the state folder cannot be read.
         """
         self._check_in_place(manifest_path(release))
         return super().manifest(release)
@@ -1112,6 +1123,7 @@ class TrustedFolder(Trust):
                 not signed with this digest.
             UnavailableError: The folder cannot be read.
             CannotWriteError: The state folder cannot be written.
+            OSError: A manifest's copy in the state folder cannot be read.
         """
         manifest = self.manifest(release)
         paths = {file.path for file in manifest.files()} | manifest.triton_configs().keys()
@@ -1212,7 +1224,7 @@ def download_converter_manifest(trust: Trust, converter_number: int, folder: Pat
     Args:
         trust: The publication.
         converter_number: Number of the converter.
-        folder: Where to put the file.
+        folder: Where to put the file; it is made if missing.
 
     Raises:
         NotFoundError: No such converter, nothing was fetched yet, or the host lacks the file.
@@ -1258,6 +1270,7 @@ def download_converter_file(trust: Trust, manifest: Converter, folder: Path) -> 
         UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
         CannotWriteError: The file cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+        OSError: An existing file or partial download cannot be read.
     """
     file, target = manifest.file, trust.signed_entry(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
@@ -1289,13 +1302,14 @@ def read_publication(model_repo: Path, state_folder: Path | None = None) -> Publ
 
     Raises:
         VerificationError: A file or signature is wrong, an unsigned file lies in a model's folder,
-            or metadata has expired.
-        UnfitError: This program cannot use a release.
-        NotFoundError: A file of the metadata is missing.
+            or metadata has expired. Or the stored state is damaged.
+        UnfitError: This program cannot use a release, also a withdrawn one.
+        NotFoundError: A file of the metadata is missing, or no metadata signs a configuration of a
+            release's models.
         UnavailableError: The folder cannot be read.
         BusyError: Another process uses the state folder for more than a minute.
         CannotWriteError: The state cannot be written.
-        OSError: No temporary folder can be made.
+        OSError: No temporary folder can be made, or a file of the state folder cannot be read.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
@@ -1358,6 +1372,9 @@ def with_offered_share(target: TargetFile, path: str, share: float) -> TargetFil
         target: The entry.
         path: The published path of the manifest.
         share: Above 0, at most 1; this is not checked. At least one millionth is written.
+
+    Raises:
+        ValueError: The share is NaN; infinity raises OverflowError.
     """
     custom = {_SHARE: max(1, round(share * MILLION))}
     return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
