@@ -297,7 +297,9 @@ def test_the_command_writes_a_table_and_resumes(
     assert [result.exit_code for result in results] == [0, 0], results[0].exception
     page = (tmp_path / "out" / "market1501.md").read_text("utf-8")
     assert all(page in result.output for result in results)
-    assert page.count("| bct | market1501 ") == 2 and "BCT Eq. 2 | update gain" in page
+    measured, _, published = page.partition("## Published figures")
+    assert measured.count("| bct | market1501 ") == 2 and "BCT Eq. 2 | update gain" in measured
+    assert "| bct | market1501 map | new/new | 60.10 |" in published
     assert "compare.py trained" in results[0].output
     assert "compare.py trained" not in results[1].output
     report = json.loads((tmp_path / "out" / "market1501.json").read_text("utf-8"))

@@ -100,7 +100,7 @@ def test_wrong_configurations_end_before_the_first_step(
         ({"method": "magic"}, "unknown upgrade method 'magic'; expected one of .*fct"),
         ({"old": "nowhere"}, "nowhere has no checkpoint"),
         ({"old": "{runs}/side-1"}, "of kind embedder, got one of kind side_encoder"),
-        ({"new": "{runs}/upgrade-1-2"}, "of kind embedder or side_encoder"),
+        ({"new": "{runs}/upgrade-1-2"}, "of kind embedder, got one of kind upgrade"),
         ({"old": {"model_repo": "nowhere", "release": 1}}, "release 1 is not published"),
         (
             {"old": {"vectors": "v.npy", "paths": "p.txt", "release": 1}},

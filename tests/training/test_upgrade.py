@@ -149,9 +149,7 @@ def test_an_upgrade_from_a_release_is_published_from_that_release(
 
 
 def test_an_upgrade_is_no_embedder(runs: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match="kind embedder or side_encoder, got one of kind upgrade"
-    ):
+    with pytest.raises(ConfigurationError, match="kind embedder, got one of kind upgrade"):
         encoder_of_run(runs / "upgrade-1-2", "embedder")
 
 
