@@ -112,6 +112,8 @@ class VectorComputer(Protocol):
             CannotWriteError: A file in which it stores vectors cannot be written.
             VerificationError: A file in which it stores vectors is damaged, or the model returns no
                 usable vectors.
+            NotFoundError: The table or the collection was deleted.
+            Exception: Any error by which a caller ends the run, such as that of a pause.
         """
 
     def recompute(self, rows: Rows) -> Vectors | None:
@@ -162,9 +164,9 @@ class MapVectorComputer:
             All rows, and float32 [n, b].
 
         Raises:
-            InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
-                Or the map was fitted on vectors of norm 1, and some of these have another norm and
-                are not zero.
+            InvalidInputError: The vectors have another dimension than the map, NaN, infinity or a
+                norm above 1e15. Or the map was fitted on vectors of norm 1, and some of these have
+                another norm and are not zero.
         """
         del window
         check_rows(rows, self._mapping.dims[0], self._name)
@@ -182,7 +184,8 @@ class MapVectorComputer:
         """Migrate the old vectors of rows again; the result equals that of `compute`.
 
         Raises:
-            InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
+            InvalidInputError: The vectors have another dimension than the map, NaN, infinity or a
+                norm above 1e15.
         """
         vectors = self._mapping(rows.vectors)
         if self._directions:
@@ -244,6 +247,9 @@ def carry(
         NotFoundError: The table or the collection was deleted, or the table of new vectors was
             renamed.
         IncompatibleSpaceError: Files of one folder record different models.
+        ConfigurationError: The process was forked after the source was opened (LanceDB), or the
+            file is read-only (sqlite-vec).
+        Exception: Any other error of `computer`, and any of `progress`.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.flip_obstacles(target)):

@@ -1346,6 +1346,10 @@ def main() -> None:
     """Run `nobackfill` with the words of this process, and exit with the command's code.
 
     An error is printed on stderr as one sentence. nobackfill.errors defines the codes.
+
+    Raises:
+        SystemExit: The command has ended; with its code.
+        OSError: An error of the system for which nobackfill has no code.
     """
     try:
         app()

@@ -98,6 +98,7 @@ def read_card(path: Path) -> ConverterCard:
         NotFoundError: There is no such file, or it is a folder.
         InvalidInputError: The file cannot be read, or is no JSON object of this form; the error
             names the field.
+        OSError: A path is too long, or this user may not search its folder.
     """
     if not path.is_file():
         raise NotFoundError(
@@ -149,6 +150,7 @@ def make_model_card(
         BusyError, CannotWriteError: The model is a folder without an ONNX file; as `open_embedder`.
         OSError: A file of the model's weights cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
+        pydantic.ValidationError: The vectors have more than 65,536 dimensions.
     """
     if made_by is None:
         raise IncompatibleSpaceError(
@@ -325,6 +327,10 @@ def converter_evidence(card: ConverterCard, verdict: Verdict) -> ConverterEviden
     Args:
         card: The names and licences.
         verdict: The verdict on pairs of the card's corpus, judged by pairs that were left out.
+
+    Raises:
+        pydantic.ValidationError: A figure is not between 0 and 1, or the verdict is of fewer than 2
+            pairs.
     """
     return ConverterEvidence(
         corpus=card.corpus,
@@ -375,6 +381,7 @@ def publish_map_as_converter(
         VerificationError: The folder's metadata is not valid.
         OSError: A file of a model's weights cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
+        StopIteration: The verdict has no option "re-embed".
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
     if again.worse:
@@ -435,7 +442,7 @@ def open_converter(
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
-        OSError: A downloaded file cannot be read.
+        OSError: The root file or a downloaded file cannot be read.
     """
     place, number = _place(release)
     trust = _trusted(place, root)

@@ -64,6 +64,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
         IncompatibleSpaceError: The pairs have other dimensions.
         ValueError: Fewer than 2 pairs, or a new vector holds NaN or infinity.
         InvalidInputError: An old vector holds NaN or infinity.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
     """
     residual = residual_pairs(converter, pairs)
     correction = ridge.fit_ridge(
@@ -85,6 +86,7 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions than the converter.
         InvalidInputError: An old vector holds NaN or infinity.
+        ValueError: The pairs have different numbers of old and new vectors.
     """
     dims = (pairs.old.shape[1], pairs.new.shape[1])
     if dims != converter.dims:
@@ -103,7 +105,7 @@ def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors
     A sum of zero stays zero.
 
     Args:
-        converter: The converter; if its `unit` is set, the sums are normalised.
+        converter: The converter; if its `unit_norm` is set, the sums are normalised.
         old: Old vectors [n, a].
         correction: Vectors to add to the converter's output [n, b].
 
@@ -141,6 +143,9 @@ def share_fitted_per_map(folds: int) -> float:
 
     Args:
         folds: At least 3.
+
+    Raises:
+        ZeroDivisionError: `folds` is 0.
     """
     return (folds - 2) / folds
 
@@ -193,9 +198,12 @@ def cross_fit_candidates(
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer. The candidate
             "converter" alone accepts any number of pairs.
-        IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs. With the
+            candidate "converter" alone it is InvalidInputError or ValueError instead.
         ValueError: A vector holds NaN or infinity or, with cosine, is zero; or `folds` is too
             small.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
+        Exception: Any error of the trainer.
     """
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
     of_trainer = () if trainer is None else (RESIDUAL_KIND,)
@@ -267,6 +275,8 @@ def cross_fit(
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
         ValueError: A vector holds NaN or infinity or, with cosine, is zero; or `folds` is too
             small.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
+        Exception: Any error of the trainer.
     """
     folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:
@@ -342,6 +352,8 @@ def choose_strength(pairs: Pairs, rows: Ints, solving_moments: Moments) -> Affin
 
     Raises:
         ValueError: There are fewer than 2 rows, or a vector is not finite.
+        IndexError: There is no such row.
+        numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.from_blocks(blocks())
@@ -357,6 +369,8 @@ def append_queries_as_pairs(pairs: Pairs, queries: Queries | None) -> Pairs:
 
     The mean of queries differs from that of items in both spaces. A map that fits this difference
     would not serve items.
+
+    With 0 queries, nothing is appended, and numpy warns.
 
     Returns:
         New pairs of n items and q queries, whose ids are "query 0" to "query q-1"; the pairs

@@ -150,8 +150,10 @@ def fit_and_judge(
         BusyError: Another process publishes in the publication folder. Others hold a store, or its
             server has too many requests.
         UnfitError: The converter is no linear map.
-        OSError: A file of a published model cannot be read.
+        OSError: A file of a published model cannot be read, or a temporary folder cannot be
+            written.
         Exception: Any other error of the code of a trainer, or of a card's model `module:function`.
+        numpy.linalg.LinAlgError: The equations cannot be solved.
     """
     _check_files(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
@@ -393,6 +395,7 @@ def read_known_item_queries(pairs: Pairs, old: Source, new: Source) -> Queries:
         NotFoundError: The table or the collection of a source was deleted meanwhile.
         IncompatibleSpaceError: Files of one folder record different models.
         BusyError: Others hold a store, or its server has too many requests.
+        ConfigurationError: The process was forked after a source was opened (LanceDB).
     """
     queries = match_by_id(old, new).pairs
     dims = (queries.old.shape[1], queries.new.shape[1])

@@ -100,6 +100,9 @@ class ScanQueries:
         """Select queries by their numbers, 0 to q - 1.
 
         Their order is that of `rows`; the rank fusions stay.
+
+        Raises:
+            IndexError: There is no such query.
         """
         return ScanQueries(
             self.queries.select(rows),
@@ -118,8 +121,8 @@ class ScanQueries:
             migrated: Distances [q, w] of new queries to the migrated items.
 
         Returns:
-            "stay", "map" and each way of `old_space_queries`; smaller is nearer. The block of
-            "map" is `migrated_distances` itself.
+            "stay", "map" and each way of `old_space_queries`; smaller is nearer. The block of "map"
+            is `migrated` itself.
 
         Raises:
             ValueError: An item has another dimension, or with cosine is zero. An item is not
@@ -326,6 +329,9 @@ class NativeNearnessPredictor:
         """Return the expected native nearness, float32 of the shape of both arguments.
 
         Both are standardised as in the constructor, [q, w], for the same q queries.
+
+        Raises:
+            ValueError: The numbers of queries or items differ.
         """
         predicted = np.full(old.shape, self._line[0], np.float32)
         for weight, feature in zip(self._line[1:], _features(old, migrated)[1:], strict=True):
@@ -457,6 +463,7 @@ class SetScan:
 
         Raises:
             ValueError: A vector is not finite, or with cosine is zero. There is only one pair.
+            IndexError: A query has a gallery row that does not exist.
         """
         queries = scan_queries.queries
         self._one, self._queries, self._sample = scan_queries, queries, len(pairs)
@@ -510,6 +517,10 @@ class SetScan:
 
         Returns:
             Zeros where a rank fusion corrects no hubs. Without items [q, 0].
+
+        Raises:
+            ValueError: A rank fusion corrects hubs, and the items have another dimension than its
+                queries.
         """
         first, second = (
             measure_hubs(migrated, joining.hub_queries)[None] for joining in self._one.rank_fusions
@@ -540,6 +551,9 @@ class SetScan:
             blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
             hub: Their hubness [q, w] or [1, 1]. [1, 1] if no rank fusion corrects hubs.
             first_number: The number of the first; the sample has 0 to n - 1.
+
+        Raises:
+            KeyError: `blocks` lacks "stay" or "map", or has an unknown way.
         """
         old = blocks["stay"]
         predicted = self.nearness_predictor.predict(self._of_old(old), self._of_new(blocks["map"]))
@@ -563,8 +577,9 @@ class SetScan:
                 intervals out.
 
         Returns:
-            Figures of "stay", "map", "both", "lazily", "re-embed" and each way of `in_old`. Nothing
-            is changed, so that more items may follow. The same items give the same figures again.
+            Figures of "stay", "map", "both", "lazily", "re-embed" and each way of
+            `old_space_queries`. Nothing is changed, so that more items may follow. The same items
+            give the same figures again.
         """
         model, queries = self.nearness_predictor, self._queries
         both = self._candidates()
@@ -851,8 +866,8 @@ def scan_gallery(
         The number of items, and for each set its figures.
 
     Raises:
-        InvalidInputError: A vector of the store has another dimension than the pairs, or NaN or
-            infinity.
+        InvalidInputError: A vector of the store has another dimension than the pairs, NaN, infinity
+            or a norm above 1e15.
         UnavailableError: The store's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         ValueError: A vector of the pairs or the queries is not finite, or with cosine is zero; or
@@ -860,6 +875,8 @@ def scan_gallery(
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
         IncompatibleSpaceError: Files of one folder record different models.
+        ConfigurationError: The process was forked after the source was opened (LanceDB).
+        IndexError: A query has a gallery row that does not exist.
     """
     errors = [
         back_test(one, pairs, migrated, ways) for one, ways in zip(query_sets, figures, strict=True)

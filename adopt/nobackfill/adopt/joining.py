@@ -45,7 +45,8 @@ def fit_odds_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
         share would be negative, the line is fitted again to the first column alone.
 
     Raises:
-        ValueError: The two arrays have different widths.
+        ValueError: The two arrays have different widths, and neither is empty.
+        IndexError: `matches` has one dimension.
     """
     count = matches.shape[1]
     if not len(matches) or not len(others):
@@ -115,8 +116,9 @@ def load_rank_fusion(path: Path) -> FittedRankFusion:
     The file may be hostile: nothing in it is run. Without a metric, the file is of cosine.
 
     Raises:
-        NotFoundError: There is no such file.
-        InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a rank fusion.
+        NotFoundError: There is no such file, or it is a folder.
+        InvalidInputError: The file cannot be read, is damaged, larger than 2 GiB, or no file of a
+            rank fusion.
     """
     with name_file_in_errors(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)

@@ -61,6 +61,9 @@ class Queries:
         """Select queries by their numbers, 0 to q - 1.
 
         Vectors and rows are copies, in the order of `gallery_rows`.
+
+        Raises:
+            IndexError: There is no such query.
         """
         return Queries(
             self.old[rows],
@@ -103,13 +106,18 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
 
     Args:
         native: Distances [q, g] by the new model alone, which define the true neighbours. At least
-            one item; with `own` at least two, because a single item has agreement@10 NaN.
+            one item; with `are_gallery_items` at least two, because a single item has agreement@10
+            NaN.
         queries: The q queries.
 
     Returns:
         A function from distances [q, g] to figures, and the true neighbours, bool [q, g]. The
         figures are "agreement@10", and for known items also "R@1", "R@10" and "MRR". An item at the
         same distance as the item to find counts as nearer.
+
+    Raises:
+        ValueError: There are no items.
+        IndexError: A query has a gallery row that does not exist.
     """
     rows = np.arange(len(queries.gallery_rows))
 
@@ -232,7 +240,11 @@ class MixedGallery:
         plain, odds, shared.
 
         Args:
-            halves: Bool [q]. Each half of the queries is judged by lines of the other half.
+            halves: Bool [q]. Each half of the queries is judged by lines of the other half; lines
+                of a half without queries leave nearness as it is.
+
+        Raises:
+            IndexError: A query has a gallery row that does not exist.
         """
         some = slice(MOST_HEALING)
         lines = {
@@ -262,6 +274,9 @@ class MixedGallery:
 
         Returns:
             For each figure its mean at each of SHARES, 0 to 1.
+
+        Raises:
+            IndexError: A query has a gallery row that does not exist.
         """
         return self._curves(
             self.migrated_nearness[:MOST_HEALING], self.native_nearness[:MOST_HEALING]
@@ -365,6 +380,9 @@ def sample_queries(queries: Queries, item_count: int, seed: int = 0) -> Queries:
     Returns:
         At most 2,000 queries and at most 20,000,000 distances, but at least one query, in their
         order; the same object if there are no more.
+
+    Raises:
+        ValueError: There are more queries, and `seed` is below 0.
     """
     most = max(1, min(MOST_QUERIES, MOST_DISTANCES // max(1, item_count)))
     if len(queries.gallery_rows) <= most:
@@ -377,8 +395,11 @@ def sample_item_queries(pairs: Pairs, seed: int = 0) -> Queries:
     """Make queries for neighbours from a random sample of the items (see `sample_queries`).
 
     Returns:
-        Queries with `own`: each item's own answer leaves it out. At most 2,000, in the order of the
-        pairs; the same for the same seed.
+        Queries with `are_gallery_items`: each item's own answer leaves it out. At most 2,000, in
+        the order of the pairs; the same for the same seed.
+
+    Raises:
+        ValueError: There are more than 2,000 pairs, and `seed` is below 0.
     """
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, are_gallery_items=True, metric=pairs.metric)
@@ -422,7 +443,9 @@ def judge_options(
         seed: Seed of the random choice of anchor items.
 
     Raises:
-        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ; or `seed`
+            is below 0.
+        IndexError: A query has a gallery row that does not exist.
     """
     stay, migrated_distances, native = _blocks(gallery, queries, migrated_distances)
     figures, truth = measure_figures(native, queries)
@@ -493,16 +516,17 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 
     Args:
         pairs: Pairs of vectors with the same dimension.
-        queries: Queries whose items are rows of `pairs`; with `own`, each is left out of its own
-            answer.
+        queries: Queries whose items are rows of `pairs`; with `are_gallery_items`, each is left out
+            of its own answer.
 
     Returns:
-        For each query its figures, as of `measure_figures`: agreement@10, and without `own` also
-        R@1, R@10 and MRR.
+        For each query its figures, as of `measure_figures`: agreement@10, and without
+        `are_gallery_items` also R@1, R@10 and MRR.
 
     Raises:
         ValueError: The dimensions of the two models differ, a value is not finite, or with cosine a
             vector is zero.
+        IndexError: A query has a gallery row that does not exist.
     """
     figures, _ = measure_figures(
         query_item_distances(queries.new, pairs.new, queries.metric), queries
@@ -531,6 +555,7 @@ def judge_fusion(
 
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
+        IndexError: A query has a gallery row that does not exist.
     """
     ways = ranking_values_by_option(gallery, queries, rank_fusion, migrated_distances)
     figures, _ = measure_figures(ways["re-embed"], queries)
@@ -560,7 +585,8 @@ def ranking_values_by_option(
         first, and infinity is not in the answer.
 
     Raises:
-        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ; or `seed`
+            is below 0.
     """
     stay, migrated_distances, native = _blocks(gallery, queries, migrated_distances)
     anchors = anchor_rows(gallery, seed)
@@ -601,6 +627,9 @@ def anchor_rows(gallery: JudgedGallery, seed: int = 0) -> Ints:
     Returns:
         Increasing numbers of rows; the same for the same seed. All rows of a smaller gallery; none
         of an empty one.
+
+    Raises:
+        ValueError: `seed` is below 0.
     """
     rows = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
     return np.sort(rows.astype(np.int64))
@@ -651,7 +680,8 @@ def figures_from_distances(migrated_distances: Block, pairs: Pairs, queries: Que
         Figures by name, each [q]; see `measure_figures`.
 
     Raises:
-        ValueError: A new vector is not finite, or with cosine is zero.
+        ValueError: A new vector is not finite, or with cosine is zero; or dimensions differ.
+        IndexError: A query has a gallery row that does not exist.
     """
     return measure_figures(query_item_distances(queries.new, pairs.new, queries.metric), queries)[
         0
@@ -670,7 +700,8 @@ def figures_from_vectors(vectors: Vectors, pairs: Pairs, queries: Queries) -> Fi
         Figures by name, each [q]; see `measure_figures`.
 
     Raises:
-        ValueError: A vector is not finite, or with cosine is zero.
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
+        IndexError: A query has a gallery row that does not exist.
     """
     return figures_from_distances(
         query_item_distances(queries.new, vectors, queries.metric), pairs, queries

@@ -236,10 +236,10 @@ class Migration:
             PreconditionError: The migration in the folder is flipped or finished. The table's
                 comment no longer names a flip that was saved, or an alias leads elsewhere.
             InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
-                of `column` and `items` is set, a name is too long, the old model's vectors have
-                another dimension than the stored ones, or the sample cannot be judged, as by
-                `fit_and_judge`. No row has a vector, the model can embed no item, or fewer than 20
-                queries have their item among the rows.
+                of `text_column` and `items_path` is set, a name is too long, the old model's
+                vectors have another dimension than the stored ones, or the sample cannot be judged,
+                as by `fit_and_judge`. No row has a vector, the model can embed no item, or fewer
+                than 20 queries have their item among the rows.
             BusyError: Another process works in this folder, or `pause` was called. An endpoint is
                 still busy after its patience, or others hold the store.
             NotFoundError: The table, the items, a model or the file of queries does not exist.
@@ -627,6 +627,9 @@ class Migration:
     def vector_names(self) -> tuple[str, str]:
         """Return the names of the new and of the old vectors after a flip.
 
+        With `MigrationPlan.row_condition` no vectors have these names: the new ones are in the
+        table that `new_column` names.
+
         Raises:
             NotFoundError: The folder has no migration. The table does not exist.
             InvalidInputError: The plan cannot be read, or the table cannot be opened as its options
@@ -651,6 +654,8 @@ class Migration:
         Returns at once; the other process ends with BusyError, which may take as long as one batch
         of the model. The request is a file `pause` in the folder, which the next `decide` removes.
         Until then, `write` raises BusyError where it has vectors to write.
+
+        It makes a file `lock` in the folder if there is none.
 
         Raises:
             NotFoundError: The folder has no migration.
@@ -691,7 +696,8 @@ class Migration:
             InvalidInputError: Rows would lose their only vector and `allow_loss` is False, or the
                 old vectors may be stale. Another object depends on the new vectors. The map of the
                 folder cannot be read.
-            NotPermittedError: Row-level security may hide rows from this role.
+            NotPermittedError: Row-level security may hide rows from this role, or the server
+                refuses the user.
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
             UnavailableError: The server does not answer.

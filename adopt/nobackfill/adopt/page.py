@@ -25,6 +25,7 @@ def render_verdict(verdict: Verdict) -> str:
     Raises:
         ConfigurationError: The extra `adopt` is not installed.
         KeyError: An option or the curves of re-embedding lack the deciding figure.
+        IndexError: The verdict has no options.
     """
     with require_extra("adopt"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined

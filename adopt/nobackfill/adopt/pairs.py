@@ -63,7 +63,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """The result of `match`.
+    """The result of `match_by_id`.
 
     Attributes:
         pairs: Items with a vector by both models.
@@ -94,6 +94,7 @@ def read_all(source: Source, only_ids: Collection[str] | None = None) -> Rows:
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection was deleted meanwhile.
         BusyError: Others hold the store, or its server has too many requests.
+        ConfigurationError: The process was forked after the source was opened (LanceDB).
     """
     where = source.facts().name
     ids: list[str] = []
@@ -158,6 +159,7 @@ def match_by_id(old: Source, new: Source, *, min_pair_count: int = 20) -> MatchR
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection of a source was deleted meanwhile.
         BusyError: Others hold a store, or its server has too many requests.
+        ConfigurationError: The process was forked after a source was opened (LanceDB).
     """
     # Before minutes of reading: the metric of `old` may be one that cannot be judged.
     metric = judging_metric(old.facts())
@@ -217,6 +219,7 @@ def sample_spread_rows(rows: Rows, count: int, seed: int = 0) -> list[str]:
 
     Raises:
         InvalidInputError: `count` is less than 1 or more than there are items.
+        ValueError: `seed` is below 0.
     """
     _check_count(count, len(rows))
     rng = np.random.default_rng(seed)
@@ -308,6 +311,8 @@ def sample_source(
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection was deleted meanwhile.
         BusyError: Others hold the store, or its server has too many requests.
+        ConfigurationError: The process was forked after the source was opened (LanceDB).
+        ValueError: `seed` is below 0.
     """
     where = source.facts().name
     random, total, query_items = _random_items(
@@ -493,9 +498,10 @@ def measure_coverage(source: Source, sampling: SourceSample, seed: int = 0) -> C
         seed: Seed of the random sample.
 
     Raises:
-        ValueError: The source has none of the sample's ids.
-        InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
+        ValueError: The source has none of the sample's ids, or `seed` is below -1.
+            InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
             NotFoundError, BusyError: As `read_all`.
+        ConfigurationError: The process was forked after the source was opened (LanceDB).
     """
     some, wanted = sampling.random_rows, set(sampling.ids)
     every = some if sampling.source_count == len(some) else read_all(source, wanted)
@@ -675,6 +681,7 @@ def inspect(source: Source) -> Inspection:
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection was deleted meanwhile.
         BusyError: Others hold the store, or its server has too many requests.
+        ConfigurationError: The process was forked after the source was opened (LanceDB).
     """
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.count_by_dim()) > 1:

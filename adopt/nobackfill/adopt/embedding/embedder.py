@@ -87,7 +87,9 @@ def open_embedder(
             password; or an extra is not installed.
         BusyError: Another process exports the folder for longer than an hour.
         CannotWriteError: The exported file cannot be written.
-        OSError: A file of the model cannot be read.
+        OSError: A file of the model cannot be read, or a path is too long.
+        ValueError, TypeError: A module's name is empty, or begins with a dot.
+        Exception: Any other error of the code of a module.
     """
     if pixels and Path(model).suffix != ".onnx":
         raise InvalidInputError(
@@ -210,6 +212,8 @@ class PythonFunction:
     Raises:
         NotFoundError: The function cannot be imported.
         InvalidInputError: The name leads to no function, or FINGERPRINT is no text or empty.
+        ValueError, TypeError: The module's name is empty, or begins with a dot.
+        Exception: Any other error of the module's own code.
     """
 
     input_kind: InputKind | None = None

@@ -149,6 +149,7 @@ class Endpoint:
             NotPermittedError: The endpoint refuses the key.
             BusyError: It still answers 429 after `patience` seconds.
             UnavailableError: It still does not answer, or fails, after `patience` seconds.
+            ValueError: The key of the environment has a line break, or a character beyond Latin-1.
         """
         try:
             return self._embedded([str(item) for item in items])

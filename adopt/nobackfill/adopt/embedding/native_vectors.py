@@ -72,11 +72,12 @@ class Originals(Protocol):
             InvalidInputError: The store refuses the query, or a file of it is damaged.
             NotPermittedError: The server refuses the user.
             BusyError: Others hold the store, or its server has too many requests.
+            NotFoundError: The table or the collection was deleted.
         """
 
 
 class ColumnTexts:
-    """The Contents of a column of the same store; each call of `read_rows` reads them.
+    """The Originals in a column of the same store; each call of `read_rows` reads them.
 
     Args:
         source: The store.
@@ -111,11 +112,14 @@ class ColumnTexts:
 
 
 class ListedOriginals:
-    """The Contents of a file of texts or a folder of images, with the ids of the store.
+    """The Originals in a file of texts or a folder of images, with the ids of the store.
 
     Args:
         items: The texts, or the paths of the images.
         path: The file or folder.
+
+    Raises:
+        RuntimeError: Links of the path form a loop.
     """
 
     column: str | None = None
@@ -143,6 +147,9 @@ def originals_name(column: str | None, items_address: str | None) -> str:
     Returns:
         The absolute path of `items_address` with links resolved, or else the column. The path need
         not exist. Without both, the text "None".
+
+    Raises:
+        RuntimeError: Links of the path form a loop.
     """
     return str(Path(items_address).resolve()) if items_address is not None else str(column)
 
@@ -175,7 +182,8 @@ def open_originals(source: Source, column: str | None, items_address: str | None
         InvalidInputError: Both or neither of `column` and `items_address` are given, the store has
             no such column; or as `read_items`. An id of `items_address` occurs twice, or a line of
             FILE.jsonl is malformed.
-        NotFoundError: There is no such path, or no item in it.
+        NotFoundError: There is no such path, or no item in it. The table or the collection was
+            deleted.
         UnavailableError: The store's server does not answer.
         NotPermittedError: The server of the store refuses the user.
         ConfigurationError: `items_address` is the address of a store, which would send vectors or a
@@ -220,7 +228,7 @@ class VectorFolder:
 
     Attributes:
         model: Fingerprint of the model that computed the vectors.
-        dim: Their dimension.
+        dim: Their dimension; 0 if the first file has no vectors.
 
     Args:
         path: The folder. Opening reads its ids and digests, and its first file.
@@ -378,7 +386,8 @@ class NativeVectorComputer:
 
         Returns:
             A target whose digest is that of the model and of the name of the originals. Its
-            content is the column of the originals, or None where they are outside of the store.
+            `content_column` is the column of the originals, or None where they are outside of the
+            store.
 
         Raises:
             UnicodeEncodeError: The path of the originals is no UTF-8.
@@ -400,7 +409,7 @@ class NativeVectorComputer:
         want, most wanted first. Each id is returned once.
 
         Returns:
-            At most WINDOW ids; none without a file of lazy re-embedding.
+            At most 512 ids; none without a file of lazy re-embedding.
 
         Raises:
             VerificationError: The file of lazy re-embedding is damaged.
@@ -448,6 +457,7 @@ class NativeVectorComputer:
             VerificationError: The file of lazy re-embedding is damaged.
             UnicodeEncodeError: A text of the store has a lone surrogate, and vectors of a folder
                 are reused.
+            Exception: Any other error of `pause`.
         """
         if self._pause is not None:
             self._pause()

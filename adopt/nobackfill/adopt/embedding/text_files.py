@@ -21,7 +21,7 @@ def fingerprint_and_role(files: RoleFiles, *, queries: bool) -> tuple[str, str]:
         queries: Whether the texts are queries.
 
     Returns:
-        `fingerprint` and `reads` of an `Embedder`.
+        `fingerprint` and `text_role` of an `Embedder`.
 
     Raises:
         OSError: A file cannot be read.

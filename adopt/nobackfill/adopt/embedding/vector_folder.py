@@ -105,7 +105,8 @@ def read_items(
         ConfigurationError: The address would send a password unencrypted, an extra is not
             installed, or a plug-in cannot be imported.
         BusyError: Others hold the store, or its server has too many requests.
-        IncompatibleSpaceError: A plug-in raises it.
+        IncompatibleSpaceError: Files of one folder record different models.
+        OSError: A path is too long, or this user may not search a folder.
     """
     path = Path(address)
     # Files take no condition: `open_source` refuses it.
@@ -303,6 +304,8 @@ def embed_into(
         BusyError: An endpoint is still busy after its patience, or `progress` raises it.
         NotPermittedError: An endpoint refuses the key.
         UnicodeEncodeError: A text has a lone surrogate; `read_items` refuses such texts.
+        ValueError: The last file part-….parquet of the folder has no number in its name.
+        Exception: Any error of `progress` and `on_failure`.
     """
     if embedder.input_kind not in (None, items.kind):
         raise InvalidInputError(
@@ -390,6 +393,8 @@ class EmbeddingRun:
             UnavailableError: An endpoint does not answer.
             BusyError: An endpoint is still busy after its patience.
             NotPermittedError: An endpoint refuses the key.
+            IndexError: There is no item of such a number.
+            Exception: Any error of `on_failure`.
         """
         start = 0
         while start < len(rows):

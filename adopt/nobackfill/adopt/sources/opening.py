@@ -44,7 +44,7 @@ def open_source(
     caller calls.
 
     Args:
-        address: An address, in one of the forms of KINDS.
+        address: An address, in one of the forms of ADDRESS_FORMS.
         key: Column of the keys; None for the primary key, or `id` in Parquet.
         vector: Column of the old vectors; None for the only one. Some stores choose it when their
             facts are read first.
@@ -62,6 +62,9 @@ def open_source(
         IncompatibleSpaceError: As the plug-in raises it.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
+        AlreadyExistsError: A flip in Chroma was killed, and a program has taken the name since.
+        OSError: The path is too long, this user may not search its folder, or the lock file of an
+            embedded store cannot be opened.
     """
     if address.startswith(POSTGRESQL_SCHEMES):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource
@@ -146,7 +149,7 @@ def open_searchable(
     The caller closes the source. Vectors that files get later are not found.
 
     Args:
-        address: An address, in one of the forms of KINDS.
+        address: An address, in one of the forms of ADDRESS_FORMS.
         key: Column of the keys, as in `open_source`.
         vector: Column of the old vectors, as in `open_source`.
         where: Condition of the rows, as in `open_source`.
@@ -161,6 +164,9 @@ def open_searchable(
         IncompatibleSpaceError: Files of one folder record different models.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
+        AlreadyExistsError: A flip in Chroma was killed, and a program has taken the name since.
+        OSError: The path is too long, this user may not search its folder, or the lock file of an
+            embedded store cannot be opened.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -181,7 +187,7 @@ def open_item_vectors(
     """Open a source as `open_source` does, and refuse vectors of queries.
 
     Args:
-        address: An address, in one of the forms of KINDS.
+        address: An address, in one of the forms of ADDRESS_FORMS.
         option: Name of the source in the error, for example "--old".
         key: Column of the keys, as in `open_source`.
         vector: Column of the old vectors, as in `open_source`.
@@ -197,6 +203,9 @@ def open_item_vectors(
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
         IncompatibleSpaceError: As `open_source`.
+        AlreadyExistsError: A flip in Chroma was killed, and a program has taken the name since.
+        OSError: The path is too long, this user may not search its folder, or the lock file of an
+            embedded store cannot be opened.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     why = (
