@@ -463,6 +463,7 @@ def put_pictures(work: FillWork, names: Sequence[str]) -> FillResult:
         NotPermittedError: the token may not write to the gallery.
         NobackfillError: any other error of open_bulk_source and Gateway.put_items.
         InvalidInputError: the address of the place is not valid.
+        OSError: the disk of temporary files cannot be written.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
     """
     return _open_batches.open_for(work, work.cache_key).put(names)
@@ -491,6 +492,7 @@ def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
         NobackfillError: any other error of Gateway.put_items.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NotPermittedError: the token may not write to the gallery.
+        OSError: the disk of temporary files cannot be written.
     """
     return _open_batches.open_for(work, work.cache_key).read(texts)
 

@@ -316,8 +316,12 @@ class Catalog:
 
         A publication that cannot be used is logged, and tried again at each look.
 
-        A folder that is missing or unchanged is not read. Only a new timestamp.json counts as a
-        change.
+        The first look always reads the folder, if it has a timestamp.json. Later, only a new
+        timestamp.json counts as a change. After an unexpected error, which is logged and counted,
+        the next change is waited for.
+
+        Raises:
+            RuntimeError: the system has no thread left.
         """
         self._thread = threading.Thread(target=self._follow, name="catalog", daemon=True)
         self._thread.start()

@@ -77,6 +77,9 @@ class GatewayFollower:
         Args:
             commits: tells when another gateway has committed; one thread waits for it, at most 0.5
                 s at a time.
+
+        Raises:
+            RuntimeError: the system has no thread left.
         """
         self._state.follow_others = self.catch_up
         self._threads = [
@@ -108,6 +111,7 @@ class GatewayFollower:
             BusyError: the database is busy.
             VerificationError: a new gallery is damaged, or one of its models fails its check.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._lock:
             self._catch_up()

@@ -121,6 +121,7 @@ class GatewayServer:
             UnavailableError: the database does not answer, the publication folder cannot be read,
                 or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
+            OSError: the folder of the galleries, or the mark of a move, cannot be read.
             ImportError, AttributeError: the exporter of traces cannot be imported, or lacks its
                 object.
         """
@@ -134,6 +135,10 @@ class GatewayServer:
 
         Blocks for `drain_seconds` at most until calls end or are cancelled, and then until the
         threads have ended. An activation is interrupted, and resumed at the next start.
+
+        Raises:
+            CannotWriteError: the state of an interrupted activation cannot be written; all parts
+                are stopped.
         """
         log.info("draining")
         self._closing.close()

@@ -186,6 +186,7 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
         ConfigurationError: a value is not valid, values contradict each other, or a variable is no
             JSON; or the file is missing, cannot be read, is no TOML or has unknown keys. The error
             names every wrong key.
+        OSError: this user may not search a folder above the file.
     """
     if file is not None and not file.is_file():
         raise ConfigurationError(

@@ -90,7 +90,8 @@ def mark_moved(folder: Path, new_address: str) -> None:
         new_address: address of the new store; its user, password and options are not written.
 
     Raises:
-        CannotWriteError: the folder cannot be written.
+        CannotWriteError: the folder cannot be written, or does not exist.
+        ValueError: the address has unbalanced brackets.
     """
     url = urlsplit(new_address)
     # User and password are left out; they may be options, too.
@@ -153,6 +154,7 @@ def check_store_folder(store_address: str) -> None:
     Raises:
         NotFoundError: no gateway has served from the folder: it has no state.json.
         ConfigurationError: the address has another form.
+        OSError: this user may not search the folder, or one above it.
     """
     if store_address.startswith(SQLITE):
         folder = Path(store_address.removeprefix(SQLITE))

@@ -67,6 +67,13 @@ class TransferReport:
 def space_specs(source: GalleryStore) -> list[SpaceSpec]:
     """Return the spaces for a new target: earlier active ones in the order of their activation,
     then the active one. Spaces of an unfinished upgrade are left out.
+
+    Raises:
+        NotFoundError: the gallery is closed or deleted.
+        BusyError, UnavailableError: the store is busy, or does not answer.
+        VerificationError: the store is damaged.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     infos = [info for info in source.spaces() if info.state != "staging"]
     return [info.spec for info in sorted(infos, key=lambda info: info.activation_rank)]
@@ -76,7 +83,7 @@ def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferRepo
     """Make one gallery equal to another: spaces, items, metadata, vectors and state.
 
     Items of the target that the source lacks are deleted, and so are its spaces and keys of state.
-    A vector that only the target has of an item stays, and `alike` is then False. A gateway may
+    A vector that only the target has of an item stays; `is_identical` is then False. A gateway may
     serve the source; changes that it makes during the run may be missed. Running it again after an
     error is safe: earlier writes stay, and equal items are not written.
 
@@ -85,8 +92,8 @@ def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferRepo
         target: the target, which no gateway serves.
 
     Returns:
-        The numbers of items; `alike` compares spaces and counts, and the vectors of 200 random
-        items.
+        The numbers of items; `is_identical` compares spaces and counts, and the vectors of 200
+        random items.
 
     Raises:
         BusyError: a store is locked; run it again.
@@ -287,7 +294,7 @@ def transfer_vault(source_folder: Path, target_folder: Path) -> TransferReport:
         target_folder: its vault is not served; it is created with the first blob.
 
     Returns:
-        The numbers of blobs; `alike` compares names and sizes.
+        The numbers of blobs; `is_identical` compares names and sizes.
 
     Raises:
         VerificationError: a blob is damaged, or cannot be read; those before it are copied.

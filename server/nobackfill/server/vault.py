@@ -90,7 +90,8 @@ class VaultBlobs:
             owner: the owner.
             blob: the whole blob; its announced size is reserved during the call.
             offset: offset of the first chunk: the number of bytes that are stored so far.
-            chunks: the bytes; empty chunks are skipped. Chunks before an error stay stored.
+            chunks: the bytes; empty chunks are skipped, and without any the offset is not checked.
+                Chunks before an error stay stored.
 
         Returns:
             The number of stored bytes; the blob is complete when it equals `blob.size`.
@@ -136,8 +137,8 @@ class VaultBlobs:
             offset: the first byte, at least 0; the blob's size gives no bytes.
 
         Returns:
-            The blob, and its bytes in chunks. The file stays open until they are read or closed,
-            also if the blob is deleted meanwhile.
+            The blob, and its bytes in chunks. The file stays open until they are read to the end or
+            closed, or dropped if none was read; also if the blob is deleted meanwhile.
 
         Raises:
             NotFoundError: the owner has no such complete blob.

@@ -867,6 +867,9 @@ class FirstActivation:
         for a newer one. A thread waits, too, if another gateway may be activating. Errors of the
         activation are logged, not raised. The thread ends when a release is active, or the gateway
         stops.
+
+        Raises:
+            RuntimeError: the system has no thread left to wait in.
         """
         newest = self._catalog.newest_release()
         # Only an operator retries a release that failed.

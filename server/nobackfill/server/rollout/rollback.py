@@ -144,12 +144,15 @@ class Rollbacks:
     def retire_old_releases(self) -> list[int]:
         """Delete the spaces and models of every release older than the active one, for good.
 
-        A gallery that stayed with an older release keeps that space. Returns once no call uses the
-        deleted spaces; if that takes too long, the next start deletes them. A second call returns
-        an empty list.
+        A gallery that stayed with an older release keeps that space. It waits until no call uses
+        the old plans, at most 120 s for each. If one still does then, spaces are deleted all the
+        same, but no model is unloaded. A second call returns only releases whose spaces could not
+        be deleted.
 
-        Releases that a gallery's searches use stay. A space that cannot be deleted is logged. The
-        published files stay, so a retired release can be activated again.
+        Releases that a gallery's searches use stay. Unused spaces of newer releases are deleted,
+        too, and are not in the result. A space that cannot be deleted is logged, and tried again by
+        the next start or a second call. The published files stay, so a retired release can be
+        activated again.
 
         Returns:
             The retired releases, in rising order.

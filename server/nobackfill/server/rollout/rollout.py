@@ -116,7 +116,7 @@ class RolloutRun:
         Call it once. The thread keeps the process alive until it ends.
 
         Raises:
-            RuntimeError: the system has no thread left.
+            RuntimeError: the system has no thread left, or it was called before.
         """
         self._thread.start()
 
@@ -297,7 +297,8 @@ class Rollout:
 
         It waits without a limit while the model server is away, a gallery is paused, or the canary
         runs. Each step is durable, so that a new run continues. After an error what was done stays;
-        see `fail`. Galleries without a route stay with their release, and get a note.
+        the caller calls `record_failure`. Galleries without a route stay with their release, and
+        get a note.
 
         Raises:
             NotFoundError: the release is not published, or a gallery was deleted.

@@ -165,6 +165,9 @@ def load_models(
     Returns:
         The error of each model that failed, by its name: UnavailableError if Triton does not answer
         in time, VerificationError if it refuses the model or the configuration is not valid.
+
+    Raises:
+        ValueError: the client's channel was closed, or replaced at this moment.
     """
 
     def load(name: str) -> NobackfillError | None:
@@ -295,6 +298,7 @@ class TritonModels:
             DeadlineError: the call's time is over.
             VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            ValueError: the connection was closed, or replaced at this moment.
         """
         if not self._up.wait(min(_START_S, context.current_call().remaining())):
             raise UnavailableError(
@@ -321,6 +325,7 @@ class TritonModels:
             VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid;
                 the release is then not wanted.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            ValueError: the connection was closed, or replaced at this moment.
         """
         if self._up.is_set():
             try:
@@ -348,8 +353,11 @@ class TritonModels:
         """Free a release that no caller uses any more; an unknown release is ignored.
 
         Models that another loaded release needs stay. A model that Triton does not unload is
-        logged, and tried again every 5 s. Each model takes at most 0.6 s, and no error is raised.
+        logged, and tried again every 5 s. Each model takes at most 0.6 s.
         Embedding texts by the release fails from then on, even if its models stay loaded.
+
+        Raises:
+            ValueError: the connection was closed, or replaced at this moment.
         """
         with self._lock:
             manifest = self._releases.pop(release, None)
@@ -447,7 +455,7 @@ class TritonModels:
         It waits at most until the call's deadline.
 
         Args:
-            manifest: the release, which has a side encoder.
+            manifest: the release, which has a side encoder (AssertionError otherwise).
             images: uint8 [n, H, W, 3], n at least 1.
 
         Returns:

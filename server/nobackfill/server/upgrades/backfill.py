@@ -51,6 +51,7 @@ def backfill(
         CannotWriteError: the store cannot be written.
         VerificationError: the store, or a model's output, is damaged.
         ConfigurationError: the database refuses the statement, as without rights.
+        Exception: an error of `on_batch`; its batch is stored.
     """
     with hosted.use_plan() as plan:
         manifest = plan.parts[-1].query_manifest
@@ -87,8 +88,8 @@ def re_embed_images(
 
     Side-information is replaced, too, and the origin becomes re-embedded. `reasons` is extended in
     place, also if an error follows. Without a usable image nothing is written. Call it within
-    `embedding.decoding.batch`, which limits the memory. A vector that another call has re-embedded
-    meanwhile is replaced, too.
+    `embedding.decoder.admit_batch`, which limits the memory. A vector that another call has
+    re-embedded meanwhile is replaced, too.
 
     Args:
         hosted: the gallery.
@@ -112,6 +113,7 @@ def re_embed_images(
         NotFoundError: the gallery is closed or deleted.
         VerificationError: the store, or a model's output, is damaged.
         ConfigurationError: the database refuses the statement, as without rights.
+        ValueError: there are not as many images as items; nothing is written.
     """
     frame = manifest.frame
     decoded = _usable_results(items, embedding.decoder.decode_each(images, [frame]), reasons)
@@ -160,6 +162,7 @@ def re_embed_texts(
         VerificationError: the store, or a model's output, is damaged.
         TooLargeError: the texts together are too large for one call.
         ConfigurationError: the database refuses the statement, as without rights.
+        ValueError: there are not as many texts as items; nothing is written.
     """
     rows = embedding.embed_each_text(manifest, texts, "document")
     vectors = _usable_results(items, rows, reasons)

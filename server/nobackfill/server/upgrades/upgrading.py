@@ -195,7 +195,7 @@ def estimate_cost(
 
     It runs the models, and builds a small graph, in this thread; it takes seconds. The gallery
     stays unchanged; for a gallery in a file, a temporary file is written beside its folder. Without
-    an item to migrate, `items` is 0, and the seconds are those of opening and measuring.
+    an item to migrate, `item_count` is 0, and the seconds are those of opening and measuring.
 
     Args:
         hosted: the gallery.

@@ -71,7 +71,8 @@ def with_timeout(url: str, seconds: float) -> str:
 
     Args:
         url: an address that `check_url` accepts.
-        seconds: longest time for a connection, cut to whole seconds.
+        seconds: longest time for a connection, cut to whole seconds; below 1 means no
+            limit.
 
     Returns:
         The address as KEY=VALUE pairs, with the password if it has one.
@@ -338,7 +339,12 @@ def execute(
 
 
 def scalar(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
-    """Return the first value of a statement that gives a row; see `execute`."""
+    """Return the first value of a statement that gives a row; see `execute`.
+
+    Raises:
+        TypeError: the statement gives no row.
+        psycopg.Error: the statement fails, or the connection is broken or closed.
+    """
     return execute(connection, statement, values).fetchone()[0]
 
 
@@ -379,6 +385,7 @@ class Database:
                 nobody waits for them, and readers of one name get at most half of the connections.
 
         Raises:
+            ValueError: `most_connections` is below 1.
             ConfigurationError: the address is not valid, or leads to another machine without TLS.
         """
         check_url(url)

@@ -101,13 +101,17 @@ class PostgresqlGallery(Reads):
         GalleryStore.subscribe.
 
         The listener runs in the thread that committed; others that report wait. Its error passes to
-        the caller of the write, which is committed.
+        the caller of the write, which is committed. One that is subscribed twice is called twice. A
+        listener that calls `subscribe` or `unsubscribe` waits for ever.
         """
         with self._reporting:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
         """Stop calling a listener; see GalleryStore.unsubscribe.
+
+        Do not call it in a listener: that would wait for ever. A listener that is subscribed twice
+        is called once from then on.
 
         Raises:
             ValueError: it is not subscribed.
@@ -118,11 +122,14 @@ class PostgresqlGallery(Reads):
     def announce_external_writes(self, labels: Labels) -> None:
         """Tell the listeners that another process has written vectors.
 
-        They get a change whose `described` has the labels; nothing is written. Within
+        They get a change whose `metadata_labels` has the labels; nothing is written. Within
         `Database.transact` it waits for the commit.
 
         Args:
             labels: int64 [n].
+
+        Raises:
+            Exception: an error of a listener; later listeners are not called.
         """
         self._report(Change({}, _NONE, metadata_labels=labels))
 
@@ -196,6 +203,8 @@ class PostgresqlGallery(Reads):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
+            ValueError: vectors are nested lists of unequal lengths.
+            TypeError, AttributeError: an id or a key of metadata is no text.
             UnusableRowsError: as an InvalidInputError: a vector is not finite, or has another norm
                 than the space; no item is stored.
         """
@@ -236,8 +245,8 @@ class PostgresqlGallery(Reads):
             raise
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete items from every space; return how many existed. Unknown ids are skipped; see
-        GalleryStore.delete.
+        """Delete items from every space; return how many existed. Unknown ids are skipped, and
+        repeated ones count once; see GalleryStore.delete.
 
         It is one transaction. Listeners are called after the commit.
 
@@ -255,7 +264,7 @@ class PostgresqlGallery(Reads):
 
     def delete_passing(self, labels: Labels, filtered: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped; see
-        EditableStore.delete_some.
+        EditableStore.delete_passing.
 
         Args:
             labels: int64 [n].
@@ -266,6 +275,7 @@ class PostgresqlGallery(Reads):
 
         Raises:
             InvalidInputError: the filter is too large or invalid.
+            TypeError: a part of the filter is no filter, such as a mapping.
             GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
@@ -313,6 +323,7 @@ class PostgresqlGallery(Reads):
         Raises:
             InvalidInputError: the filter is too large, or the new metadata is invalid; nothing has
                 changed.
+            TypeError: a part of the filter is no filter, such as a mapping.
             GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
@@ -420,6 +431,8 @@ class PostgresqlGallery(Reads):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
+            ValueError: vectors or uncertainties are nested lists of unequal lengths.
+            IndexError: `uncertainty` is a single number.
             UnusableRowsError: as an InvalidInputError: a vector or an uncertainty is not finite, or
                 a vector has another norm than the space; none is written.
         """
@@ -645,7 +658,8 @@ class PostgresqlGalleries:
 
         Args:
             name: its name.
-            specs: its spaces, at least one; the last one is active, the others previous.
+            specs: its spaces, at least one (IndexError without any); the last one is active, the
+                others previous.
             state: its first state.
 
         Returns:

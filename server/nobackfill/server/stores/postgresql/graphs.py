@@ -70,7 +70,7 @@ class RecallProbes:
         that equal vectors are equally good. A missing neighbour, at infinity, counts as not found.
 
         Args:
-            answers: Neighbours of one query each, at least `nearest` wide, in the order of
+            answers: Neighbours of one query each, at least `neighbour_count` wide, in the order of
                 `queries`.
 
         Raises:

@@ -62,6 +62,9 @@ class DatabaseLeadership(Leadership):
 
         Any thread may call it; it waits up to 5 s for a connection. If another gateway has the lock
         by then, it says True.
+
+        Raises:
+            BusyError, ConfigurationError, DamagedError: the database refuses the lock.
         """
         with self._lock:
             if self._closed:
@@ -102,6 +105,7 @@ def begin_term(database: Database) -> int:
         UnavailableError: the database does not answer.
         CannotWriteError: the database cannot write.
         BusyError: the row is locked for too long, or this gateway may not write.
+        GalleryDeletedError: the tables do not exist; `prepare` creates them.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     return int(database.write(lambda connection: execute(connection, _NEW_TERM).fetchone()[0]))
@@ -113,7 +117,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
     gallery.
 
     The lock ends with the block, also if the block raises. It is held by a connection of its own,
-    so a second call within the block waits, too.
+    so a second call within the block waits, too. If that connection breaks, the lock ends, and the
+    block is not told.
 
     Args:
         database: the database.
@@ -182,7 +187,7 @@ class GatewayDatabaseLock:
 
         It does not wait for the lock. A thread then checks every 0.5 s that the lock is held, and
         takes it again after a break. If another process has it by then, that is logged, and the
-        database refuses all later writes.
+        database refuses all later writes. `database.leader_pid` is set each time.
 
         Args:
             database: the database.
@@ -192,6 +197,7 @@ class GatewayDatabaseLock:
             BusyError: another process holds the lock in a way that excludes this one.
             UnavailableError: the database does not answer, or refuses the connection.
             psycopg.Error: the connection breaks while the lock is taken.
+            RuntimeError: the system has no thread left.
         """
         self._database = database
         self._lock = _LOCK.format("" if exclusive else "_shared")
@@ -414,6 +420,7 @@ class DatabaseState(GatewayState):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            GalleryDeletedError: the tables do not exist any more.
         """
 
         def work(connection: Connection) -> tuple[int, State]:
@@ -458,7 +465,8 @@ class DatabaseState(GatewayState):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-            NobackfillError: as `work`; then nothing has changed.
+            Exception: any error of `work`; then nothing has changed. Or the first error of a
+                function for `after_commit`, such as a gallery's listener; the change is committed.
         """
 
         def fenced() -> Result:
@@ -525,6 +533,8 @@ class DatabaseState(GatewayState):
     def block_other_gateways(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release, or creating a
         gallery, during a block; see GatewayState.block_other_gateways.
+
+        If the connection that holds the lock breaks, the lock ends, and the block is not told.
 
         Args:
             seconds: longest wait for another gateway, which begins with the block; at least 1 ms.

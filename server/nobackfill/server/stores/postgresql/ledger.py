@@ -115,7 +115,7 @@ class DatabaseLedger:
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
         """Claim items that no process embeds at present, within the day's budget.
 
-        See Ledger.claim.
+        See HealingLedger.claim.
 
         In one transaction: claims that are older than 300 s, or whose gateway has ended, become
         free. Each claimed item costs one of the budget. Labels that are not claimed are counted as
@@ -162,7 +162,7 @@ class DatabaseLedger:
 
     def finish_claims(self, labels: Collection[int]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests; see
-        Ledger.settle.
+        Ledger.finish_claims.
 
         Labels without a claim are ignored. The cost stays counted. Claims of other gateways end,
         too.
@@ -185,11 +185,11 @@ class DatabaseLedger:
 
     def return_claims(self, labels: Collection[int]) -> None:
         """Give up claims of items that failed, and return their cost to the budget; see
-        Ledger.release.
+        Ledger.return_claims.
 
         The cost returns to the day of each claim. Only claims of this gateway return their cost,
         but claims of others are deleted, too. All labels stay known with no requests, until they
-        are settled. A second call returns no cost, because the claims are gone.
+        are finished. A second call returns no cost, because the claims are gone.
 
         Raises:
             GalleryDeletedError: the gallery was deleted; nothing has changed.
@@ -239,7 +239,7 @@ class DatabaseLedger:
 
     def count_claimed(self, day: str) -> int:
         """Return how many items were claimed on a day, without those that were given up; see
-        Ledger.spent.
+        Ledger.count_claimed.
 
         Args:
             day: the day in UTC, YYYY-MM-DD; 0 for an unknown one.

@@ -333,7 +333,7 @@ class Reads:
 
     def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
-        [n, dim]; see GalleryStore.load.
+        [n, dim]; see GalleryStore.load_vectors.
 
         All vectors are in memory at once. A read of more than 60 s raises BusyError.
 
@@ -529,7 +529,8 @@ class Reads:
     def windows_of_missing_vectors(
         self, source: str, target: SpaceSpec, needs_side: bool
     ) -> PostgresqlWindows:
-        """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows.
+        """Return the vectors that `source` has and `target` lacks; see
+        UpgradableStore.windows_of_missing_vectors.
 
         The target need not exist.
 

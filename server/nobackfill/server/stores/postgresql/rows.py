@@ -345,6 +345,7 @@ def read_state_values(connection: Connection, schema: str) -> dict[str, Any]:
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
+        ValueError: a stored value is not JSON.
     """
     return {key: json.loads(value) for key, value in execute(connection, _STATES.format(schema))}
 

@@ -167,6 +167,9 @@ class SpaceTable:
         It binds the query if exact, the condition's values, the query, and a limit if there is a
         condition.
 
+        Items of the excluded space are left out. By cosine, the distance of a zero vector is NaN,
+        but an exact search orders it as 1, and as equal to all others if the query is zero.
+
         With more than MOST_INDEXED dimensions the graph orders by 16-bit floats. A search that is
         not exact may return fewer rows than exist, in no strict order.
 
@@ -261,8 +264,8 @@ def search(
 
     Args:
         database: the database.
-        requests: each table with its queries, float32 [q, dim]; at least one table (ValueError
-            without any).
+        requests: each table with its queries, float32 [q, dim]; at least one table. Items of a
+            table's excluded space are left out.
         k: most neighbours of each query, at least 1.
         condition: items must pass it.
         ef: width of the graph search; 0 means the table's own, and at least k + 8. Above 1000, and
@@ -280,6 +283,8 @@ def search(
         GalleryDeletedError: the gallery or a table was deleted.
         BusyError: no connection is free, or a statement takes too long.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        ValueError: there is no table, or queries are nested lists of unequal lengths.
+        Exception: an error of `candidates`.
     """
     checked = [
         check_vectors(queries, table.spec.dim, error_name="queries", unit_norm=table.spec.unit_norm)
@@ -373,6 +378,8 @@ def _nearest(
 
 def search_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
     """Search one query [dim] by the graph alone, at its present width.
+
+    Items of the table's excluded space are left out.
 
     Returns:
         Neighbours of one query; fewer than `k`, padded with -1, if the graph finds no more.

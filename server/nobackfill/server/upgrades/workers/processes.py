@@ -135,8 +135,8 @@ class WorkerProcesses:
     def close(self) -> None:
         """End the workers; without workers, and at a second call, do nothing; see Workers.close.
 
-        It waits for the pieces under way; those that wait are dropped. A later `carry` starts new
-        processes. Any thread may call it.
+        It waits for the pieces under way; those that wait are dropped. A later `migrate_pieces`
+        starts new processes. Any thread may call it.
         """
         with self._lock:
             if self._pool is not None:

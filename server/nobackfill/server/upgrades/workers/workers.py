@@ -156,7 +156,7 @@ def migrate_piece(work: UpgradeWork, piece: MigrationPiece) -> Labels:
         IncompatibleSpaceError: the gallery has lost the source or the target.
         UnavailableError: the database does not answer for a minute.
         CannotWriteError: the database cannot write.
-        OSError: `work.files` is a folder without one of the model files.
+        OSError: `work.model_files` is a folder without one of the model files.
         GalleryDeletedError: the gallery was deleted.
         BusyError: the database is busy.
         InvalidInputError: an output is not valid for the target.
@@ -318,7 +318,7 @@ class WorkerUpgrades:
     def close(self) -> None:
         """End the workers; a second call does nothing.
 
-        `Processes` finish the pieces under way, which is waited for, and a later `run` starts new
-        ones. A Ray cluster is left at once, and its running tasks are cancelled.
+        `WorkerProcesses` finish the pieces under way, which is waited for, and a later `run` starts
+        new ones. A Ray cluster is left at once, and its running tasks are cancelled.
         """
         self._workers.close()
