@@ -87,11 +87,12 @@ class EditableStore(Protocol):
 
         Raises:
             BusyError: Another writer holds the gallery; nothing is deleted, as after each other
-                error.
+                error of the store.
             CannotWriteError: The store cannot be written.
             VerificationError: The gallery is damaged.
             NotFoundError: The gallery was closed or deleted.
             UnavailableError: The database does not answer.
+            Exception: An error of a listener; the items stay deleted.
         """
 
     def change_some_metadata(
@@ -115,11 +116,12 @@ class EditableStore(Protocol):
         Raises:
             InvalidInputError: The metadata of an item would become too large; nothing is changed.
             BusyError: Another writer holds the gallery; nothing is changed, as after each other
-                error.
+                error of the store.
             CannotWriteError: The store cannot be written.
             VerificationError: The gallery is damaged.
             NotFoundError: The gallery was closed or deleted.
             UnavailableError: The database does not answer.
+            Exception: An error of a listener; the change stays committed.
         """
 
 

@@ -54,7 +54,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
     In addition to their own errors, all methods raise BusyError (another writer; try again),
     UnavailableError (the engine does not answer), CannotWriteError (the disk), VerificationError
-    (stored data is damaged), and NotFoundError after `close`.
+    (stored data is damaged), ConfigurationError (a database refuses the statement, as without
+    rights), and NotFoundError after `close`.
     """
 
     def close(self) -> None:

@@ -93,9 +93,11 @@ def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) 
         DamagedError: The tables that describe the gallery cannot be read, or differ from a
             gallery's. No database of SQLite counts as damaged, too, and so does a statement of
             `other_tables` that fails.
-        BusyError: Another process still has the gallery open after 5 s.
+        BusyError: Another process has the gallery open; one that has it to itself is waited for up
+            to 5 s.
         CannotWriteError: `source` is missing or cannot be read, or its log only in another folder;
-            `target` exists or cannot be written; or its disk is full.
+            `target` exists or cannot be written; or its disk is full. The file system of `source`
+            has no locks (flock).
         ValueError: A table of `other_tables` has no column `item`.
     """
     with _source(source) as old:

@@ -1343,7 +1343,7 @@ class FileConnections:
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has it for itself.
             CannotWriteError: It cannot even be read, has an old format and cannot be written, or
-                has no room for SQLite's files.
+                has no room for SQLite's files, or its file system has no locks (flock).
             OSError: This user may not search the folder.
         """
         self.path = path

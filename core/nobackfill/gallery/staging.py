@@ -175,6 +175,7 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be written, does not answer, is damaged, or was closed;
                 nothing is changed.
+            Exception: An error of a listener; the space stays added.
         """
 
     def windows_of_missing_vectors(
@@ -219,6 +220,9 @@ class UpgradableStore(Protocol):
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
                 store is locked, cannot be written, does not answer, is damaged, or was closed;
                 nothing is written.
+            ValueError: Nested lists of unequal lengths.
+            IndexError: `uncertainty` is a single number.
+            Exception: An error of a listener; the vectors stay written.
         """
 
     def count_items_without_vector(self, space: str) -> int:
@@ -311,8 +315,8 @@ def run_upgrade(
             dimension, metric, norm or side space; nothing is changed. The runner's output is
             invalid; the chunk is not written, earlier ones stay.
         IncompatibleSpaceError: The gallery does not have the source. The target was staged already.
-        Exception: Any error of the runner, of `on_progress` or of `should_stop`; earlier chunks
-            stay.
+        Exception: Any error of the runner, of `on_progress`, of `should_stop` or of a listener of
+            the store; chunks written before it stay.
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be written, does not answer, is damaged, or was closed. Earlier chunks
             stay.
@@ -400,7 +404,8 @@ def migrate_window(
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be written, does not answer, is damaged, or was closed; nothing is
             written.
-        Exception: Any other error of the runner; nothing is written.
+        Exception: Any other error of the runner; nothing is written. After an error of a listener
+            of the store, the vectors stay written.
     """
     return _write(store, target, labels, partial(runner.run, embedding, side), origin)
 

@@ -243,7 +243,8 @@ class CheckedVectors:
 
         A vector that a model made from the content is better than a migrated one.
 
-        Native vectors replace migrated rows only. Other vectors replace no row.
+        Native vectors replace rows of every origin but native and re-embedded. Other vectors
+        replace no row.
         """
         return _NATIVE if self.origin == "native" else "TRUE"
 
@@ -523,7 +524,7 @@ class Store:
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
-                has no room for SQLite's files.
+                has no room for SQLite's files, or its file system has no locks (flock).
             OSError: This user may not search the folder.
         """
         self.path = path
@@ -572,7 +573,7 @@ class Store:
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
-                has no room for SQLite's files.
+                has no room for SQLite's files, or its file system has no locks (flock).
             OSError: This user may not search the folder.
         """
         return cls(path, pool)
@@ -641,7 +642,8 @@ class Store:
             BusyError: Another process still writes the gallery after 5 s; nothing is changed.
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The gallery was closed for good, or its file is gone.
-            VerificationError: The file is damaged.
+            VerificationError: The file is damaged, or a statement of the block fails in another
+                way, such as by a constraint.
         """
         return self._connections.transaction()
 
@@ -661,7 +663,8 @@ class Store:
             BusyError: Another process still writes the gallery after 5 s; nothing is changed.
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The gallery was closed for good, or its file is gone.
-            VerificationError: The file is damaged.
+            VerificationError: The file is damaged, or a statement of the block fails in another
+                way, such as by a constraint.
             Exception: An error of a listener; the transaction stays committed, and later listeners
                 are not called.
         """
@@ -806,9 +809,9 @@ class Store:
         """Store items durably, all or none.
 
         An item with the same digest as the stored one keeps its label and vectors: only vectors of
-        spaces that it lacks are added, and native vectors replace migrated ones. Any other existing
-        item is replaced: its old label disappears from every space. Without a digest, an item is
-        always replaced.
+        spaces that it lacks are added, and native vectors replace all but native and re-embedded
+        ones. Any other existing item is replaced: its old label disappears from every space.
+        Without a digest, an item is always replaced.
 
         Listeners are called after the commit. Other threads that write are waited for without
         limit.
@@ -836,7 +839,7 @@ class Store:
             NotFoundError: The gallery was closed for good, or its file is gone.
             UnusableRowsError: Rows that are not finite or too large, or not of norm 1 where the
                 space demands it.
-            ValueError: Nested lists of unequal lengths.
+            ValueError: Nested lists of unequal lengths, or a digest with half a surrogate pair.
             TypeError, AttributeError: An id or a key of metadata is no text, or metadata is no
                 dict.
             Exception: An error of a listener; the change stays committed, and later listeners are
@@ -979,10 +982,10 @@ class Store:
     def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot.
 
-        All vectors are in memory at once.
+        All vectors are in memory at once. Their values are not checked: they may be NaN.
 
         Returns:
-            Labels int64 [n], increasing, and vectors float32 [n, dim].
+            Labels int64 [n], increasing, and vectors float32 [n, dim]; n may be 0.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
@@ -998,6 +1001,8 @@ class Store:
     def vector(self, label: int, space: str) -> Vectors | None:
         """Return an item's vector in a space, float32 [1, dim]; None if it has none there, or does
         not exist.
+
+        The array is read-only, and its values are not checked: they may be NaN.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.

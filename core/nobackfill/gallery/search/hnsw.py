@@ -589,8 +589,8 @@ def renew_index(
             except for a VerificationError during a transfer.
         old: An index, perhaps of the space before an upgrade. A transfer to another space does not
             have `links_fit_space`; replace it by a build when there is time. None builds a new
-            one. So does an `old` of which more than LARGEST_TRANSFER_CHANGE of the rows changed,
-            or that would find less than LEAST_RECALL.
+            one. So does an `old` of another metric, of which more than LARGEST_TRANSFER_CHANGE of
+            the rows changed, or that would find less than LEAST_RECALL.
         count_threads: Called before each piece of added rows: how many threads may add it.
         after_piece: Called after each piece of work; its error ends it and passes through, except
             for a VerificationError during a transfer, which leads to a build.

@@ -207,6 +207,9 @@ class CompiledSearch:
             A SearchResponse in bytes for each query; None for a query with a hit that `items`
             lacks. A query of another size, or with NaN, gets None, too. All get None if the k of
             one of them needs an exact search.
+
+        Raises:
+            TypeError: `items` is no dict, or the values of a query are no bytes.
         """
         walks = []
         for values, k, farthest in queries:
@@ -243,6 +246,9 @@ class CompiledSearch:
             items: Encoded items by label, as a dict; its later changes are seen.
             curves: The calibrations.
             response_end: Bytes after the hits.
+
+        Raises:
+            TypeError: `items` is no dict. The function raises it for a request that is no bytes.
         """
         return _native.Route(
             self._snapshot, gallery, space, default_k, most_k, exact, self._candidates_by_k, items,
@@ -263,6 +269,10 @@ def compile_curves(
     Args:
         curves: Increasing distances and their probabilities, by the origin's number on the wire;
             may be empty.
+
+    Raises:
+        IndexError: An origin's number is above 7.
+        TypeError: `curves` is no dict.
     """
     return None if _native is None else _native.Curves(curves)
 
