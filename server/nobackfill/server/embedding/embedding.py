@@ -616,7 +616,8 @@ class Batcher(Generic[Query, Answer]):
 
         Raises:
             DeadlineError: the call's time is over while the query waits.
-            Exception: the error of `run`, for every query of the batch.
+            ValueError: `run` returned another number of answers.
+            Exception: the error of `run` or `observe_size`, for every query of the batch.
         """
         entry: _Entry[Query, Answer] = _Entry(query)
         with self._lock:
@@ -844,6 +845,8 @@ class EmbeddingService:
         Raises:
             NoEncoderError: the release embeds no images.
             UnavailableError: the release is not loaded, or the model server does not answer.
+            InvalidInputError: models in this process got images of another frame.
+            ValueError: the images differ in shape.
             VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call, between batches.
@@ -868,7 +871,7 @@ class EmbeddingService:
 
         Args:
             manifest: the release.
-            images: at least one decoded image of the release's frame (ValueError without any).
+            images: at least one decoded image of the release's frame.
 
         Returns:
             float32 [n, dim].
@@ -876,6 +879,8 @@ class EmbeddingService:
         Raises:
             NoEncoderError: the release embeds no images.
             UnavailableError: the release is not loaded, or the model server does not answer.
+            InvalidInputError: models in this process got images of another frame.
+            ValueError: there is no image, or the images differ in shape.
             VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call, between batches.
@@ -888,13 +893,15 @@ class EmbeddingService:
 
         Args:
             manifest: the release.
-            images: at least one decoded image of the release's frame (ValueError without any).
+            images: at least one decoded image of the release's frame.
 
         Returns:
             float32 [n, side_dim]; None if the release has none.
 
         Raises:
             UnavailableError: the release is not loaded, or the model server does not answer.
+            InvalidInputError: models in this process got images of another frame.
+            ValueError: there is no image, or the images differ in shape; only with a side encoder.
             VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call, between batches.
@@ -1049,7 +1056,11 @@ class ImageQueue(Generic[Owner]):
             metrics: counts batches and errors.
             answer: called once for each image, on a thread of the queue, with its vector, float32
                 [1, dim]. None means that it has none, is not wanted, is expensive to decode, or
-                that the model failed.
+                that the model failed. Its errors are logged and counted; those of a call by `add`
+                or `close` pass through.
+
+        Raises:
+            RuntimeError: the system has no thread left; threads that were started stay.
         """
         self._embedding = embedding
         self._metrics = metrics

@@ -195,6 +195,7 @@ class Healer(Reembedding[int]):
             BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
             CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return HealingProgress(
             self._hosted.count(), self.ledger.count_migrated(),
@@ -231,6 +232,7 @@ class Healer(Reembedding[int]):
             CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
             IncompatibleSpaceError: the space was deleted.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         # Checked after the claim: another process may have re-embedded them before.
         claimed = super().claim(keys, budget)

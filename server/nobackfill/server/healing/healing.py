@@ -420,7 +420,7 @@ class Healing:
         are answered as without a source. The first call may wait up to two seconds for the source.
 
         Args:
-            questions: questions of one gallery and one part, at least one.
+            questions: questions of one gallery and one part, at least one (IndexError without).
             matches: items that may be hits; None means all.
 
         Returns:
@@ -567,8 +567,9 @@ class Healing:
             NotFoundError: the source does not exist.
             UnavailableError: the source is not open in time, such as a network folder that is away,
                 or the system has no thread left.
-            InvalidInputError: the file of texts has an invalid line.
+            InvalidInputError: the file of texts has an invalid line, or is no regular file.
             OSError: this user may not look into the folder.
+            RuntimeError, ValueError: the path has a loop of links, or a zero byte.
         """
         with self._lock:
             opening = self._opening.get(source)

@@ -20,8 +20,10 @@ FILE = "healing.sqlite"
 
 
 class HealingLedger(Ledger[int], Protocol):
-    """Record the work on one space of one gallery, by label. All methods raise NotFoundError once
-    closed.
+    """Record the work on one space of one gallery, by label.
+
+    Once a ledger in a file is closed, methods that use the file raise NotFoundError. One in a
+    database stays usable.
     """
 
     def load_origins(self) -> None:
@@ -101,6 +103,20 @@ class FileLedger(LedgerFile[int]):
     synchronous = "NORMAL"
 
     def __init__(self, folder: Path, store: Store, space: str) -> None:
+        """Open the file, or make it; end claims of an earlier process, and delete a damaged file.
+
+        The space is not checked here. It follows the store's commits until `close`.
+
+        Args:
+            folder: the gallery's folder.
+            store: the gallery's store.
+            space: the space to re-embed.
+
+        Raises:
+            BusyError: the file is locked for 30 seconds.
+            CannotWriteError: the file cannot be made or written.
+            OSError: a damaged file cannot be deleted.
+        """
         super().__init__(folder / FILE)
         self._is_closed = False
         try:
@@ -144,8 +160,8 @@ class FileLedger(LedgerFile[int]):
 
         See HealingLedger.native_matches.
 
-        They are not known before `load_origins`. The result has only masks: its labels and length
-        are not available.
+        They are not known before `load_origins`. The result has only masks: asking for its labels
+        or length raises NotImplementedError.
 
         Args:
             matches: the items; None means all.
@@ -157,7 +173,7 @@ class FileLedger(LedgerFile[int]):
         HealingLedger.requested_labels.
 
         Args:
-            count: most labels; 0 gives none.
+            count: most labels; 0 gives none, and a negative number all.
 
         Raises:
             NotFoundError: the ledger is closed.

@@ -73,6 +73,7 @@ class HealingSource:
 
         Raises:
             InvalidInputError: a limit is out of its range.
+            TypeError: a limit is no number.
         """
         values: dict[str, Any] = {}
         for name, (smallest, largest, default) in _NUMBERS.items():
@@ -162,8 +163,10 @@ class AllowedSources:
         Raises:
             ConfigurationError: the settings do not allow it, the address has another form, a
                 column's database needs TLS, or a function cannot be imported.
-            NotFoundError: a folder or file does not exist.
+            NotFoundError: a folder or file does not exist, or the file of texts cannot be read.
             InvalidInputError: the file of texts has an invalid line, or is no regular file.
+            OSError: this user may not look into the folder.
+            RuntimeError, ValueError: the path has a loop of links, or a zero byte.
         """
         if source.address.startswith(COLUMN):
             name = _check_name(source.address.removeprefix(COLUMN), self._columns, "item_columns")
