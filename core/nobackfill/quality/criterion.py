@@ -44,8 +44,9 @@ def compute_criteria(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        independent_release: Number of an independent release, whose own cell is among `cells`;
-            None: the query's own, if it was trained without older models.
+        independent_release: Number of an independent release; unless its own cell is among
+            `cells`, the two figures are None. None: the query's own, if it was trained without
+            older models.
 
     Returns:
         The criteria by the name of the cell: a share, a flag, or None where it is not defined.

@@ -346,7 +346,8 @@ def measure_unlabelled(
         The cells in the order of `served`. Empty if there are fewer than ITEMS items, or no cells.
 
     Raises:
-        InvalidInputError: A file is no image, or the vectors of two releases cannot be compared.
+        InvalidInputError: A file is no image, no text has two parts, the vectors of two releases
+            cannot be compared, or a route reads side-information that the items lack.
         ValueError: No query has its item in the gallery, or vectors are not finite.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
@@ -476,6 +477,9 @@ class CellMeasurer:
         is_unlabelled: Whether each text is a class of its own.
         relevance: The relevant items of each query.
         classes: Class of each query; None if each is its own class.
+
+    Raises:
+        InvalidInputError: The texts have no class in common with the images.
     """
 
     def __init__(
@@ -521,7 +525,7 @@ class CellMeasurer:
                 side-information that the items lack, or a file is no image.
             VerificationError: A file differs from its manifest, cannot be loaded, or returns no
                 usable vectors.
-            ValueError: Queries and relevance do not match.
+            ValueError: Queries and relevance do not match, or the listing is empty.
             NoEncoderError: A release has no model for this kind of item, images or texts.
             ConfigurationError: The library for a tokenizer is not installed.
         """
@@ -551,7 +555,7 @@ class CellMeasurer:
                 side-information that the items lack, or a file is no image.
             VerificationError: A file differs from its manifest, cannot be loaded, or returns no
                 usable vectors.
-            ValueError: No query has a relevant item.
+            ValueError: No query has a relevant item, or the listing is empty.
             NoEncoderError: A release has no model for this kind of item, images or texts.
             ConfigurationError: The library for a tokenizer is not installed.
         """
@@ -599,8 +603,8 @@ def measure_release(
 
     Raises:
         InvalidInputError: A half has too few images to compare anything, or texts and images have
-            no class in common. Or vectors of two releases cannot be compared, or a file is no
-            image.
+            no class in common. Or vectors of two releases cannot be compared, a route reads
+            side-information that the items lack, or a file is no image.
         NotFoundError: An upgrade's source is not published.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
@@ -608,6 +612,7 @@ def measure_release(
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
         OSError: A temporary file cannot be written.
+        ModuleNotFoundError: scikit-learn, of the extra `training`, is not installed.
     """
     calibration_rows, gate_rows = split_halves(listing, seed)
     manifests = {**published.manifests, release.release: release}

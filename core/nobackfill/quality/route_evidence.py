@@ -100,6 +100,7 @@ def fit_curve(
 
     Raises:
         ValueError: There are no pairs.
+        ModuleNotFoundError: scikit-learn, of the extra `training`, is not installed.
     """
     # Imported here: the import takes a second, and only measuring a release needs it.
     from sklearn.isotonic import IsotonicRegression
@@ -158,6 +159,7 @@ def fit_distance_line(
 
     Raises:
         ValueError: There are no queries, or relevance for another number.
+        ModuleNotFoundError: scikit-learn, of the extra `training`, is not installed.
     """
     pairs = [
         retrieved_pairs(m.neighbours, m.distances, relevance)
@@ -228,7 +230,9 @@ def fit_calibration(
         The curve without a scale.
 
     Raises:
-        ValueError: There are no pairs, or relevance for another number of queries.
+        ValueError: There are no pairs, or relevance for another number of queries. Or a space id
+            or `item_count` is not valid (pydantic.ValidationError).
+        ModuleNotFoundError: scikit-learn, of the extra `training`, is not installed.
     """
     x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance)[:2])
     return Calibration(
@@ -334,6 +338,8 @@ def measure_rank_fusion(
             vectors.
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
+        IndexError: Relevance names a position outside the gallery.
+        ModuleNotFoundError: scikit-learn, of the extra `training`, is not installed.
     """
     joint = _fit_joint(cell, fitting_half, int8=int8)
     if joint is None:

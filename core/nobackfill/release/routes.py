@@ -210,9 +210,9 @@ class RouteRunner:
                 read it.
 
         Returns:
-            n rows in the order of `embedding`. `side` is that of the last step. The uncertainties
-            of the steps are added, like the variances that they stand for; None if no step predicts
-            any.
+            n rows in the order of `embedding`. `side_information` is that of the last step. The
+            uncertainties of the steps are added, like the variances that they stand for; None if no
+            step predicts any.
 
         Raises:
             InvalidInputError: Another shape or dtype, a value that is not finite

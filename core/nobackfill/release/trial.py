@@ -110,6 +110,7 @@ def explain_trial_failure_in_child(request: _Request, poll: Callable[[], None]) 
 
     Raises:
         OSError: The child cannot be started.
+        Exception: Any error of `poll`.
     """
     end = time.monotonic() + WALL_SECONDS
     text: str | None = request.model_dump_json()

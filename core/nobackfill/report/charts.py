@@ -56,6 +56,7 @@ def backfill_chart(comparison: Comparison) -> str:
 
     Raises:
         ValueError: No picture shares its class with another one.
+        KeyError: The cells lack new/new, or a curve has another order than those of ORDERS.
     """
     figure = Figure(figsize=(CHART_INCHES, 3.2), layout="constrained")
     axes = figure.add_subplot()

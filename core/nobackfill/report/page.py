@@ -337,10 +337,11 @@ def render_page(
 
     Raises:
         NotFoundError: An upgrade of the route does not exist.
-        ValueError: The comparison has no query with an answer.
+        ValueError: The comparison has no query with an answer, or vectors of one dimension.
         InvalidInputError: A picture of the comparison cannot be read.
         KeyError: `release` or `old_release` is not among the manifests, or the comparison lacks a
             cell.
+        importlib.metadata.PackageNotFoundError: A package of SOFTWARE is not installed.
     """
     new = manifests[release]
     best = None if old_release is None else best_route(manifests, old_release, release)
@@ -477,9 +478,10 @@ def upgrade_page(
             running page.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
-        ValueError: No picture shares its class with another one.
+        ValueError: No picture shares its class with another one, or vectors have one dimension.
         NoEncoderError: A release embeds no images, with `image_folder`.
-        PermissionError: This user may not list `image_folder`.
+        OSError: No temporary folder can be made, or this user may not list `image_folder`
+            (PermissionError).
     """
     links = () if running_pages is None else running_pages.links(release)
     with tempfile.TemporaryDirectory() as state:

@@ -74,7 +74,8 @@ class SearchCalls(Connection):
             The hits, nearest first; empty if no item passes the filter.
 
         Raises:
-            InvalidInputError: Not exactly one query, or an invalid query, filter or parameter.
+            InvalidInputError: Not exactly one query, or an invalid query, filter or parameter. Or
+                the gateway sends metadata that this version cannot read.
             TooLargeError: The query is larger than a gateway accepts.
             NotFoundError: No such gallery, or it was deleted meanwhile.
             PreconditionError: The gallery cannot answer such a query now; see its reason.
@@ -88,7 +89,8 @@ class SearchCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
                 `ef` is negative.
-            TypeError: `image` is neither bytes nor a path; a bytearray is neither.
+            TypeError: `image` is neither bytes nor a path; a bytearray is neither. Or `where` is
+                neither a mapping nor a filter.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -165,7 +167,8 @@ class SearchCalls(Connection):
 
         Raises:
             InvalidInputError: No query, a file that cannot be read, a text that cannot be embedded,
-                or an invalid filter or parameter. Nothing is searched then.
+                or an invalid filter or parameter. Nothing is searched then. Or the gateway sends
+                metadata that this version cannot read.
             TooLargeError: The batch is larger than a gateway accepts, or has more than 256 queries.
             NotFoundError: No such gallery, or it was deleted meanwhile.
             PreconditionError: The gallery cannot answer now; see its reason.
@@ -175,7 +178,8 @@ class SearchCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
                 `ef` is negative.
-            TypeError: One of `images` is neither bytes nor a path; a bytearray is neither.
+            TypeError: One of `images` is neither bytes nor a path; a bytearray is neither. Or
+                `where` is neither a mapping nor a filter.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -598,6 +602,7 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            TypeError: `where` is neither a mapping nor a filter; raised at once.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=filter_message(where), page_size=_PAGE
@@ -630,6 +635,7 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            TypeError: `where` is neither a mapping nor a filter.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=filter_message(where))
         return int(self._retry(self._galleries.CountItems, request).items)
@@ -672,6 +678,7 @@ class GalleryCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, or an id or a key of `remove` has half a
                 surrogate pair.
+            TypeError: `where` is neither a mapping nor a filter.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
@@ -705,7 +712,8 @@ class GalleryCalls(Connection):
                 deleted.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or an id has half a surrogate pair.
+            TypeError: `where` is neither a mapping nor a filter.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:

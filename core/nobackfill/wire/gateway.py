@@ -50,7 +50,7 @@ class ReleaseCalls(Connection):
             VerificationError: The publication, or the release's manifest, is not valid.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or `number` is negative.
         """
         request = release_pb2.GetReleaseRequest(number=number)
         return self._retry(self._releases.GetRelease, request).release
@@ -170,8 +170,8 @@ class ReleaseCalls(Connection):
             CannotWriteError: The state of the gateway cannot be written.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed; raised at once. All other errors are raised while
-                reading.
+            ValueError: The connection was closed, or `number` is negative; raised at once. All
+                other errors are raised while reading.
         """
         request = release_pb2.ActivateReleaseRequest(number=number, promote=True)
         return self._read_reports(number, self._releases.ActivateRelease(request))
@@ -357,6 +357,7 @@ class UpgradeCalls(Connection):
             ValueError: The connection was closed, or `release` or `budget` is negative.
             NoEncoderError: As a PreconditionError: the release embeds no images.
             VerificationError: The gallery is damaged and set aside, or the release cannot be used.
+            TypeError: A backfill image is neither bytes nor a path; a bytearray is neither.
         """
         images = [
             upgrade_pb2.BackfillImage(id=name, image=image_bytes(image))

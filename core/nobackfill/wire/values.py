@@ -42,7 +42,8 @@ def fill_value(value: MetadataValue, message: types.Value) -> None:
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
 
     Args:
-        value: The value. NaN and infinity are written without an error; an empty list stays a list.
+        value: The value. NaN and infinity are written without an error; an empty list stays a list,
+            and empty bytes become one.
         message: The message; what it held before is replaced, but a list is appended to a list.
 
     Raises:
@@ -235,6 +236,7 @@ def expression_message(condition: Filter) -> types.Expression:
         ValueError: A bound has more than 64 bits, a time is outside of the years 1 to 9999, or a
             key has half a surrogate pair.
         InvalidInputError: `fill_value` refuses a value of a OneOf.
+        TypeError: A bound of a Range is no number, or a key is no text.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

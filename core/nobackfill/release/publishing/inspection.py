@@ -115,7 +115,7 @@ def verify_publication(
             converter.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
-        OSError: The child process cannot be started.
+        OSError: The child process cannot be started, or no temporary folder can be made.
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)

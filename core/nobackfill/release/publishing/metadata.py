@@ -46,7 +46,7 @@ class SigningKeys:
 
     @classmethod
     def of_publication(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
-        """Return the keys of a publication folder: `<repo>.keys/`, except for `files_by_role`.
+        """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
 
         Nothing is read or made.
 

@@ -96,6 +96,7 @@ def draft_folder(repo: Path) -> Iterator[Path]:
     Raises:
         BusyError: Another process publishes for more than a minute.
         CannotWriteError: The folder cannot be made, or at the end it cannot be removed.
+        OSError: The staging folder cannot be listed.
     """
     with contextlib.ExitStack() as locks:
         with durable.lock_file(lock_path(repo), _LOCK_SECONDS):

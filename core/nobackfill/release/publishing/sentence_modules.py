@@ -102,6 +102,9 @@ def read_modules(folder: Path, role: TextRole) -> list[SentenceModule]:
         folder: The model's folder, with modules.json.
         role: The role of the texts; it decides the route, by the library's own rule.
 
+    Returns:
+        The modules; empty where modules.json lists only a Router whose route is empty.
+
     Raises:
         InvalidInputError: A file cannot be read or has unexpected content, a folder leads out of
             the model's, a Router holds a module that is not the library's, or it has no route for

@@ -135,6 +135,7 @@ class TextFolder:
             InvalidInputError: The model has modules or settings that are not applied here, or no
                 safetensors.
             NotFoundError: The tokenizer is missing.
+            OSError: The folder of the static embeddings is missing.
         """
         return {role: self._role_files(role) for role in TEXT_ROLES}
 
@@ -178,7 +179,9 @@ class TextFolder:
             ConfigurationError: Packages for the export are not installed.
             BusyError: Another process exports the model for longer than an hour.
             CannotWriteError: The cache cannot be written.
-            OSError: A file of the model cannot be read.
+            OSError: A file of the model cannot be read, the child process cannot be started, or the
+                temporary folder in the cache cannot be made.
+            Exception: Any error of `open_for_check`; nothing is cached then.
         """
         folder, transformer = self._folder, self._modules[role][0]
         roles = [one for one in TEXT_ROLES if self._modules[one][0] == transformer]
@@ -222,7 +225,8 @@ class TextFolder:
 def is_model2vec(folder: Path) -> bool:
     """Tell whether model2vec saved a folder, rather than sentence-transformers.
 
-    model2vec writes modules.json, too. Only the header of the weights is read.
+    model2vec writes modules.json, too. Only the header of the weights is read. A folder without
+    weights, config.json or tokenizer.json is none of model2vec's.
 
     Raises:
         InvalidInputError: The weights cannot be read, or are no file of safetensors.
