@@ -325,6 +325,7 @@ def restore(source: Path, data_folder: Path) -> DataSummary:
         VerificationError: the backup is damaged, or has another format.
         CannotWriteError: a file cannot be read or written, or the disk lacks room.
         OSError: this user may not search a folder above one of them.
+        RuntimeError: `data_folder` is a loop of links.
     """
     data_folder = data_folder.resolve()
     _refuse_full(data_folder)

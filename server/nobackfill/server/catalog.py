@@ -107,6 +107,7 @@ class Catalog:
             UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
             BusyError: another process reads the publication into the same folder.
+            OSError: the folder of the verified metadata cannot be read.
         """
         with self._lock:
             if self._trust is None:
@@ -207,6 +208,7 @@ class Catalog:
             UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
             BusyError: another process reads the publication into the same folder.
+            OSError: the folder of the verified metadata cannot be read.
         """
         if release not in self.manifests:
             self.refresh()
@@ -224,6 +226,7 @@ class Catalog:
                 the release's folders, or this program cannot use the release (UnfitError).
             UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
+            OSError: the folder of the verified metadata cannot be read.
         """
         with self._lock:
             if self._trust is None:
@@ -246,6 +249,7 @@ class Catalog:
             UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
             BusyError: another process reads the publication into the same folder.
+            OSError: the folder of the verified metadata cannot be read.
         """
         if self._is_signed(path):
             return True
@@ -267,8 +271,8 @@ class Catalog:
             InvalidInputError: the path is absolute, or leads out of the folder.
             NotFoundError: the file is not published, is missing, cannot be read, or is a link.
             OutOfRangeError: the offset is above the file's size.
-            VerificationError, UnavailableError, CannotWriteError, BusyError: the file was unknown,
-                and the publication cannot be read again; see `is_signed`.
+            VerificationError, UnavailableError, CannotWriteError, BusyError, OSError: the file was
+                unknown, and the publication cannot be read again; see `is_signed`.
         """
         if not is_plain_path(path):
             raise InvalidInputError(
@@ -383,6 +387,7 @@ def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metric
         UnavailableError: the folder cannot be read.
         CannotWriteError: the verified metadata cannot be stored.
         BusyError: another process reads the publication into the same folder.
+        OSError: the folder of the verified metadata cannot be read.
     """
     try:
         root_bytes = None if root is None else root.read_bytes()

@@ -121,7 +121,8 @@ class GatewayServer:
             UnavailableError: the database does not answer, the publication folder cannot be read,
                 or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
-            OSError: the folder of the galleries, or the mark of a move, cannot be read.
+            OSError: the folder of the galleries or of the verified metadata, or the mark of a move,
+                cannot be read.
             ImportError, AttributeError: the exporter of traces cannot be imported, or lacks its
                 object.
         """
@@ -163,6 +164,7 @@ class GatewayServer:
             UnavailableError: the publication folder cannot be read.
             BusyError: another process reads the publication into the same data folder.
             CannotWriteError: the data folder cannot be written.
+            OSError: the folder of the verified metadata cannot be read.
         """
         repo, data = self._settings.model_repo, self._settings.data
         self.models, self.metrics = models, metrics

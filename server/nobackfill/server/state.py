@@ -534,7 +534,8 @@ class StateFile(GatewayState):
             The new state.
 
         Raises:
-            CannotWriteError: the state cannot be written; it is unchanged.
+            CannotWriteError: the state cannot be written; `current` is unchanged, and so is the
+                file, unless only its folder could not be synced or reserved space not be freed.
             pydantic.ValidationError: a name is no field of State, or a value has the wrong type.
                 The state is unchanged.
         """

@@ -257,6 +257,7 @@ def vault_folders(source: Path | None, target: Path | None) -> tuple[Path, Path]
         ConfigurationError: a data folder is unknown, or the target is inside the source.
         AlreadyExistsError: another gateway has served from the target.
         OSError: a blob's size in the source's vault cannot be read.
+        RuntimeError: a data folder is a loop of links.
     """
     if source is None:
         raise ConfigurationError(

@@ -303,6 +303,7 @@ class Activations:
             VerificationError: the publication, the release's manifest or the state in the database
                 is not valid.
             LockOrderError: the thread holds a lock that comes later.
+            OSError: the folder of the verified metadata cannot be read.
             ConfigurationError: the database refuses the statement, as without rights.
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
@@ -450,8 +451,8 @@ class Activations:
     def change_canary(self, release: int, canary: Canary) -> None:
         """Change the share, steps and bounds of a running canary.
 
-        The step begins again if share or steps change. A promotion that was recorded stays. Any
-        gateway that shares the state may call it.
+        The step begins again if share, shadow, steps or the time between them change. A promotion
+        that was recorded stays. Any gateway that shares the state may call it.
 
         Args:
             release: the release of the canary.

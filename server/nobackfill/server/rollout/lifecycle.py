@@ -52,7 +52,8 @@ class GalleryOperations:
     def create(self, name: str) -> None:
         """Create an empty gallery in the active release's space.
 
-        It is refused while an activation runs, except while its canary waits.
+        It is refused while an activation runs, except while its canary waits. A gallery that
+        cannot be opened after it was created is served after the next start.
 
         Args:
             name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
@@ -125,7 +126,8 @@ class GalleryOperations:
             InvalidInputError: a model's output is invalid.
             CannotWriteError: the sample, or the publication's verified metadata, cannot be written.
             BusyError, UnavailableError: a store or the publication is busy, or cannot be read.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
             IncompatibleSpaceError: the active space was deleted meanwhile.
             ConfigurationError: the database refuses the statement, as without rights.
         """
@@ -145,7 +147,8 @@ class GalleryOperations:
         are re-embedded from `images`.
 
         It returns at once after starting an upgrade, and after all images are re-embedded
-        otherwise. Images are ignored when an upgrade starts. Without images and with nothing to
+        otherwise. Images are ignored when an upgrade starts, and so are those of unknown ids, and
+        of items that were re-embedded already. Without images and with nothing to
         upgrade, it only ends a pause.
 
         Args:
@@ -177,6 +180,7 @@ class GalleryOperations:
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
             ConfigurationError: the database refuses the statement, as without rights.
+            LockOrderError: the thread holds a lock that comes later.
         """
         active = self._catalog.manifest(self._state.active_release())
         if release not in (0, active.release):

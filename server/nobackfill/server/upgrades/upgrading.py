@@ -93,7 +93,10 @@ class Job:
 
     @property
     def remaining_s(self) -> float:
-        """Return the seconds left at the present rate; 0 if it is unknown, or nothing is left."""
+        """Return the seconds left at the present rate; 0 if it is unknown, or nothing is left.
+
+        It is negative if more items are complete than there were to upgrade.
+        """
         remaining = self.total - self.complete
         return remaining / self.items_per_second if self.items_per_second > 0 else 0.0
 

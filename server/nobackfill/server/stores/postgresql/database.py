@@ -420,6 +420,7 @@ class Database:
             OverloadedError: the pool's first connection was not ready in time.
             BusyError, CannotWriteError, DamagedError: a statement of `prepare` takes too long or
                 collides, cannot write, or meets damage.
+            psycopg.Error: any other error of a statement of `prepare`.
         """
         try:
             # A connection outside the pool, whose errors say more than a timeout.
@@ -482,6 +483,8 @@ class Database:
             BusyError: a statement or lock takes too long.
             GalleryDeletedError: a table of the block's statements is missing.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
+            CannotWriteError: the block writes, and the database cannot.
+            psycopg.Error: any other error of a statement, a defect of this program.
         """
         with closing(self.connect()) as connection:
             try:
@@ -552,7 +555,7 @@ class Database:
         """Return the rows of one statement; see `execute` for its arguments.
 
         Raises:
-            NobackfillError: as `read`.
+            NobackfillError, psycopg.Error: as `read`.
         """
         return self.read(
             lambda connection: execute(
@@ -624,6 +627,7 @@ class Database:
             CannotWriteError: the database cannot write, or is read-only.
             GalleryDeletedError: a table of the gallery is missing.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
+            psycopg.Error: any other error, a defect of this program.
         """
         if self._own.connection is None:
             if self._refusal is not None:

@@ -63,13 +63,13 @@ class WorkerProcesses:
 
         Raises:
             UnavailableError: worker processes end again and again, or the database does not answer.
-            VerificationError: a model file differs from its signed digest, or an output is not
-                valid.
+            VerificationError: a model file is missing or differs from its signed digest, or an
+                output is not valid.
             IncompatibleSpaceError: the gallery has lost the source or the target.
             BusyError: the database is busy.
             CannotWriteError: the database cannot write.
             NotFoundError: the gallery was deleted.
-            OSError: the folder lacks a model file.
+            OSError: a process cannot be started, or the disk of temporary files cannot be written.
             ConfigurationError: the database refuses a statement.
             InvalidInputError: an output is not valid for the target.
             NobackfillError: whatever the iterator of `pieces` raises.

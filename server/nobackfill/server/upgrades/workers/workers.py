@@ -152,11 +152,12 @@ def migrate_piece(work: UpgradeWork, piece: MigrationPiece) -> Labels:
         The labels that were written, increasing; they may be fewer than those of the piece.
 
     Raises:
-        VerificationError: a model file differs from its signed digest, or an output is not valid.
+        VerificationError: a model file is missing or differs from its signed digest, or an output
+            is not valid.
         IncompatibleSpaceError: the gallery has lost the source or the target.
         UnavailableError: the database does not answer for a minute.
         CannotWriteError: the database cannot write.
-        OSError: `work.model_files` is a folder without one of the model files.
+        OSError: `work.model_files` is no folder, and the disk of temporary files cannot be written.
         GalleryDeletedError: the gallery was deleted.
         BusyError: the database is busy.
         InvalidInputError: an output is not valid for the target.
@@ -265,13 +266,14 @@ class WorkerUpgrades:
             NobackfillError: as `migrate_piece`.
             UnavailableError: no worker is left, or the database does not answer.
             BusyError: the gallery could not be locked; try again.
-            VerificationError: a model file differs from its signed digest, or an output is not
-                valid.
+            VerificationError: a model file is missing or differs from its signed digest, or an
+                output is not valid.
             InvalidInputError: the target exists as another space, or has too many dimensions.
             IncompatibleSpaceError: the gallery has no such source, or has lost a space.
             GalleryDeletedError: the gallery was deleted.
             CannotWriteError: the database cannot write.
-            OSError: the folder lacks a model file.
+            OSError: a worker cannot be started, or a Ray cluster is used and a model file cannot
+                be read.
             ConfigurationError: the database refuses a statement.
             AssertionError: the gallery is not in PostgreSQL, which the settings exclude.
             Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
