@@ -119,7 +119,10 @@ def settings_option(defaults: Mapping[str, float]) -> Any:
     The option is not required.
 
     Args:
-        defaults: default value by key.
+        defaults: default value by key, of the keys of ACTIVATION, CANARY and HEALING.
+
+    Raises:
+        KeyError: a key is none of these.
     """
     listing = ", ".join(f"{name} = {value}" for name, value in defaults.items())
     meanings = "; ".join(f"{name}, the {_MEANINGS[name]}" for name in defaults)
@@ -219,6 +222,10 @@ def print_result(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -
         as_json: print `result` as one JSON object on one line, and no table.
         result: the object for JSON.
         rows: the table's cells; the first row, which must be there, holds the headings.
+
+    Raises:
+        TypeError: `result` has a value that JSON lacks; only with `as_json`.
+        IndexError: there is no row; only without `as_json`.
     """
     if as_json:
         typer.echo(json.dumps(result))

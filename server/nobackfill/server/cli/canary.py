@@ -252,6 +252,9 @@ def describe_canary(answer: pb.WatchCanaryResponse) -> str:
 
     Without a canary since the gateway started it says so. A line has at most 80 characters up to a
     million queries; the gateway's message is the last line, and escaped.
+
+    Raises:
+        ValueError: the state is unknown here, as from a newer gateway.
     """
     if not answer.release:
         return "no canary since the gateway started"

@@ -217,13 +217,17 @@ def print_activation_progress(
     """Print the progress of an activation to stderr, and its last event to stdout; blocks until it
     ends.
 
-    Errors of the call pass through, also when the activation fails.
+    Errors of the call pass through, also when the activation fails. Without any event it prints an
+    empty one.
 
     Args:
         release: the release that is activated.
         events: the answers of the call ActivateRelease, read to the end.
         as_json: print the last event as JSON, not as a table.
         stop_at_canary: return once a canary has begun, not only when the activation ends.
+
+    Raises:
+        ValueError: a phase is unknown here, as from a newer gateway.
     """
     event = pb.ActivateReleaseResponse()
     for event in events:
@@ -267,6 +271,8 @@ def rollback(
 
 def show_rollback(answer: pb.RollbackReleaseResponse, as_json: bool) -> None:
     """Print on stdout what a rollback has done or would do; a table shows the first 20 lost items.
+
+    If nothing was done, a table is followed by a line on stderr that says so.
 
     Args:
         answer: the gateway's answer.
@@ -387,6 +393,9 @@ def format_upgrade_progress(job: upgrade_pb2.UpgradeProgress) -> str:
     """Describe an upgrade in one line: state, items done, and the rate and time left if known.
 
     The gateway's message is at the end, and not escaped.
+
+    Raises:
+        ValueError: the state is unknown here, as from a newer gateway.
     """
     text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
     if job.items_per_second > 0:
@@ -408,8 +417,8 @@ def message_to_json(message: Message) -> dict[str, Any]:
     """Convert a message to JSON types, with the protocol's field names and with zero values
     present.
 
-    Enums become names, integers of 64 bits text, bytes base64. A submessage that is not set is left
-    out.
+    Enums become names (unknown ones numbers), integers of 64 bits text, bytes base64. A submessage
+    that is not set is left out.
     """
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

@@ -281,6 +281,7 @@ class GallerySearcher:
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
+            OSError: the first search of a gallery in a file cannot delete a useless index file.
         """
         return single_answer(
             self._answer(hosted, SearchRequest((query,), k, condition, ef, is_single=True))
@@ -379,8 +380,8 @@ class AnswererFactory:
         self.observe_batch_size = metrics.batch_size.labels("search").observe
 
     def make_answerer(self, plan: Plan) -> Answerer:
-        """Make the answerer of a plan, which has at most one of `canary`, `heals` and `both`; with
-        more, the first of these counts.
+        """Make the answerer of a plan, which has at most one of `canary_part`, `reembedded_space`
+        and `fusion`; with more, the first of these counts.
         """
         choosing = SpaceChoice(self._catalog, self._state, plan.parts, plan.single_parts)
         plain = PlainAnswerer(self, plan.parts, choosing)
@@ -450,6 +451,7 @@ class AnswererFactory:
             InvalidInputError: an adapter has no usable vector for the query, or the query is not a
                 valid vector.
             VerificationError: an adapter's file is missing, is not as signed, or cannot be run.
+            ValueError: there is another number of vectors than of parts.
         """
         return tuple(
             vector
@@ -542,6 +544,7 @@ class PlainAnswerer:
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         questions = self.embed_queries(hosted, request)
         answers = self.search_embedded(hosted, accepted_queries(questions), request)
@@ -576,7 +579,7 @@ class PlainAnswerer:
         Raises:
             NoEncoderError: the release embeds no texts, or no images.
             IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: as
-            SpaceChoice.choose_parts.
+                SpaceChoice.choose_parts.
             UnavailableError: the model server or the database does not answer, or
                 OutdatedPlanError.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
@@ -633,7 +636,8 @@ class PlainAnswerer:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
-                VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
+                VerificationError, CannotWriteError if a file cannot be opened or the disk fails, or
+                ConfigurationError if the database refuses the statement.
             OutdatedPlanError: another gateway has replaced the plan.
             IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
         """
@@ -675,8 +679,10 @@ def matching_items(hosted: HostedGallery, condition: Filter | None) -> Matches |
 
     Raises:
         InvalidInputError: the filter is not valid.
+        TypeError: the condition is no filter.
         NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError,
-            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
+            VerificationError, CannotWriteError if a file cannot be opened or the disk fails, or
+            ConfigurationError if the database refuses the statement.
     """
     return None if condition is None else hosted.filtering.find_matches(condition)
 
@@ -820,8 +826,8 @@ def find_nearest(
     The neighbours have the largest `k` of the questions with the same parts.
 
     Args:
-        embedded_queries: at least one question, all of one gallery and with one `ef`, which is not
-            checked.
+        embedded_queries: the questions, all of one gallery and with one `ef`, which is not
+            checked; empty gives no answers.
         matches: items that may be hits; None means all.
         records_speed: count the duration for the gallery's speed, unless the search has an `ef`.
 
@@ -830,7 +836,8 @@ def find_nearest(
 
     Raises:
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
-            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
+            VerificationError, CannotWriteError if a file cannot be opened or the disk fails, or
+            ConfigurationError if the database refuses the statement.
         OutdatedPlanError: another gateway has deleted a space.
         DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
             database.
@@ -879,7 +886,7 @@ def rank_nearest(embedded_query: EmbeddedQuery, nearest: Nearest) -> QueryAnswer
     """Rank the hits of a question, best first; an error instead of neighbours is returned as it is.
 
     Reads the items: errors of the store pass through, such as BusyError, NotFoundError,
-    UnavailableError, VerificationError and CannotWriteError.
+    UnavailableError, VerificationError, CannotWriteError and ConfigurationError.
 
     Returns:
         At most `k` hits without deleted items; or the error.
@@ -903,7 +910,8 @@ def is_incomplete(
     embedded_query: EmbeddedQuery, nearest: Nearest, answers: Mapping[EmbeddedQuery, QueryAnswer]
 ) -> bool:
     """Tell whether a question has fewer hits than neighbours were found, up to its `k`, because an
-    item was deleted during the search. A question with an error is complete.
+    item was deleted during the search. A question with an error is complete; one that `answers`
+    lacks raises KeyError.
     """
     answer = answers[embedded_query]
     if isinstance(nearest, InvalidInputError) or isinstance(answer, InvalidInputError):
@@ -957,6 +965,7 @@ class FusionAnswerer:
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         pairs = self._query_pairs(hosted, request)
         answers: dict[int, QueryAnswer] = {
@@ -1055,7 +1064,8 @@ def rank_by_fusion(
     Raises:
         InvalidInputError: a vector is not valid.
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
-            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
+            VerificationError, CannotWriteError if a file cannot be opened or the disk fails, or
+            ConfigurationError if the database refuses the statement.
         OutdatedPlanError: another gateway has deleted a space.
         DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
             database.
@@ -1480,7 +1490,9 @@ class _ImageQuery:
 
 
 class DeferredImageSearch:
-    """Answer queries by one image without holding a thread.
+    """Answer queries by one image without holding a thread of their calls.
+
+    Its own threads, those of ImageQueue, run from the construction to `close`.
 
     Images of many calls are decoded and embedded together, then searched as embeddings on the same
     thread, which also reads hits that are not in memory. A query that needs more, or has an error,
@@ -1498,7 +1510,7 @@ class DeferredImageSearch:
 
     def close(self) -> None:
         """Stop the threads, and wait for them; waiting queries, and those that come later, are left
-        to other threads.
+        to other threads. Call it once.
         """
         self._queue.close()
 

@@ -428,6 +428,7 @@ class HostedGallery(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self.name, self.folder, self.store = name, folder, store
         self.use_counter = UseCounter()
@@ -498,11 +499,13 @@ class HostedGallery(ABC):
             The replaced plan; the new one if it is the first.
 
         Raises:
-            ConfigurationError: the gallery has a space of a release that is not published here.
+            ConfigurationError: the gallery has a space of a release that is not published here, or
+                the database refuses the statement.
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store, or an index that searches need, is damaged.
             NobackfillError: whatever `check` raises.
+            OSError: an index file cannot be deleted.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         spaces, rollout, epoch = self._read()
@@ -1086,11 +1089,13 @@ class GalleryRegistry:
             The replaced plan; the new one if it is the first.
 
         Raises:
-            ConfigurationError: the gallery has a space of a release that is not published here.
+            ConfigurationError: the gallery has a space of a release that is not published here, or
+                the database refuses the statement.
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             NobackfillError: whatever `check` raises.
+            OSError: an index file cannot be deleted.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return hosted.replan(self._state.current, self._catalog.manifests, self._answerer_of, check)
@@ -1308,6 +1313,7 @@ class GalleryRegistry:
             VerificationError: the shared state or a new gallery is damaged, or `check` refuses one
                 of its models.
             BusyError: the database is busy.
+            ConfigurationError: the database refuses the statement, as without rights.
             NobackfillError: whatever else `check` raises; no new gallery is served then. After
                 NotFoundError and ConfigurationError of `check` the gallery is only left out, until
                 the next call.

@@ -357,7 +357,7 @@ class HostedInFile(HostedGallery):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
-            OSError: an index file cannot be deleted.
+            OSError, KeyError: a view must be made; as `view`.
         """
         if not self._views:
             self._wake(self.plan)
@@ -395,7 +395,7 @@ class HostedInFile(HostedGallery):
             VerificationError: the store is damaged.
             LockOrderError: the view is missing, and the thread holds a view's lock or one that
                 comes later.
-            NobackfillError: whatever `check_stop` raises; no view is made then.
+            Exception: whatever `check_stop` raises; no view is made then.
             CannotWriteError: the file cannot be opened, or the disk fails.
             OSError: an index file cannot be deleted.
             KeyError: an intact index file lacks a part.
@@ -581,7 +581,7 @@ class HostedInFile(HostedGallery):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
-            OSError: an index file cannot be deleted.
+            OSError, KeyError: a view must be made; as `view`.
         """
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
@@ -598,7 +598,7 @@ class HostedInFile(HostedGallery):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
-            OSError: an index file cannot be deleted.
+            OSError, KeyError: a view must be made; as `view`.
         """
         self.view(space)
 
@@ -621,11 +621,11 @@ class HostedInFile(HostedGallery):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
-            NobackfillError: whatever `check_stop` raises; the present base stays.
+            Exception: whatever `check_stop` raises; the present base stays.
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
-            OSError: an index file cannot be deleted.
+            OSError, KeyError: a view must be made; as `view`.
         """
         source = self.view(self.active_spec().space)
         view = self.view(space, source, check_stop)
@@ -714,7 +714,10 @@ class HostedInFile(HostedGallery):
             threads: number of threads, as in hnsw.build_index.
 
         Raises:
-            NobackfillError: whatever `check_stop` raises; the present base stays.
+            Exception: whatever `check_stop` raises; the present base stays.
+            NotFoundError, BusyError, VerificationError, CannotWriteError: the spaces cannot be read
+                after the build; the new base stays.
+            OSError: the space was deleted during the build, and its file cannot be deleted.
         """
         base = view.snapshot().base.index
         old = base if isinstance(base, HnswIndex) and base.links_fit_space else None
@@ -804,7 +807,7 @@ def tune_graph(base: Index, view: LiveView, check_stop: Callable[[], None]) -> I
         `base` itself does not change, and the graph itself is shared.
 
     Raises:
-        NobackfillError: whatever `check_stop` raises.
+        Exception: whatever `check_stop` raises.
     """
     queries = view.query_sample.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
@@ -942,7 +945,7 @@ class FileGalleryStorage:
         Nothing is read or written yet.
 
         Args:
-            folder: the folder of all galleries; `sweep` creates it.
+            folder: the folder of all galleries; `remove_leftovers` creates it.
             open_stores: limits how many of their files are open at once.
         """
         self._folder = folder
@@ -1009,10 +1012,12 @@ class FileGalleryStorage:
             state: its first state.
 
         Raises:
-            AlreadyExistsError: a gallery has this name; an unfinished folder stays until `sweep`.
-            CannotWriteError: it cannot be written; `sweep` removes what is left.
+            AlreadyExistsError: a gallery has this name; an unfinished folder stays until
+                `remove_leftovers`.
+            CannotWriteError: it cannot be written; `remove_leftovers` removes what is left.
             InvalidInputError: two spaces have one id and differ.
             TypeError, ValueError: a value of the state is not JSON.
+            IndexError: there is no space.
         """
         unfinished = self._unfinished(name)
         durable.make_dir(unfinished, 0o700)
@@ -1027,7 +1032,7 @@ class FileGalleryStorage:
         """Remove a gallery that nobody uses, atomically; see GalleryStorage.remove.
 
         The folder gets another name at once; the function deletes it. If the function does not run,
-        `sweep` deletes it. Close the gallery first.
+        `remove_leftovers` deletes it. Close the gallery first.
 
         Returns:
             The function; it may raise CannotWriteError.

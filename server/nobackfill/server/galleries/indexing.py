@@ -60,6 +60,9 @@ class IndexMaintenance:
                 database are ignored.
             metrics: counts unexpected errors.
             thread_count: number of cores that all builds together may use, at least 1.
+
+        Raises:
+            ValueError: `thread_count` is below 1.
         """
         self._galleries = list_galleries
         self._metrics = metrics

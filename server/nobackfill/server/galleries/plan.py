@@ -145,7 +145,7 @@ class SearchRequest:
 class Answerer(Protocol):
     """Answer searches in one mode of a plan; nobackfill.server.galleries.answering has the modes.
 
-    `hosted` is a Hosted, whose module imports this one.
+    `hosted` is a HostedGallery, whose module imports this one.
     """
 
     def answer(self, hosted: Any, request: SearchRequest) -> list[QueryAnswer]:
@@ -172,6 +172,7 @@ class Answerer(Protocol):
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     def sole_image_part(self, hosted: Any) -> PlanPart | None:
@@ -343,8 +344,10 @@ def make_plan(
             source, a canary and a second searched space, and if the release has weights.
 
     Raises:
-        KeyError: a space belongs to a release that `manifests` lacks.
+        KeyError: a space belongs to a release that `manifests` lacks; those that are left out do
+            not count.
         StopIteration: no space is active.
+        Exception: any error of `answerer_of`.
     """
     active = next(info.spec for info in spaces if info.state == "active")
     previous = [
