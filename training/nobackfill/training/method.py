@@ -115,9 +115,10 @@ class UpgradeInputs:
 
     @property
     def labelled_views(self) -> int:
-        """The number of first views of `rows` that show one image, and therefore have its label.
+        """The number of first views of features that show one image, and therefore have its label.
 
-        It is at least 1, because the image itself is the first view.
+        It is at least 1, because the image itself is the first view. Without `new` among the
+        training features it raises KeyError.
         """
         return self.training_features["new"].shape[1] - self.config.mixed_views
 

@@ -346,7 +346,7 @@ class ReleaseDraft:
         The file is read whole. The entry is not stored in the release.
 
         Raises:
-            KeyError: `local` was not called for this path.
+            KeyError: `add_file` was not called for this path.
             OSError: the file cannot be read.
             ValidationError: the file is empty, or the path is not plain; it is pydantic's.
         """

@@ -187,8 +187,8 @@ def quantise(source: Path, target: Path) -> None:
 
     Weights use 7 of 8 bits. Processors with AVX2 but without VNNI add two products in 16 bits; with
     8 bits they would overflow, and a device would compute other values than the gate (ADR 0006).
-    Metadata and traces of this machine are removed, as by `strip`. During the call the root logger
-    shows only errors.
+    Metadata and traces of this machine are removed, as by `strip_model`. During the call the root
+    logger shows only errors.
 
     After an error an unfinished `target` may exist.
 

@@ -160,12 +160,12 @@ def train_objective(
 ) -> Checkpoint:
     """Train an objective, and write checkpoints and stats.jsonl to config.run_dir.
 
-    A finished run is returned unchanged, without a comparison of `class_names`; the objective then
-    keeps its own parameters. An unfinished run
-    with the same configuration and facts resumes from its last checkpoint. The caller holds the
-    lock of the run folder. Torch's default generator is seeded again in each epoch. Images that do
-    not fill a batch at the end of an epoch are left out of it; fewer images than batch_size are one
-    batch.
+    A new run also gets config.yaml; the folder is made if missing. A finished run is returned
+    unchanged, without a comparison of `class_names`; the objective then keeps its own parameters.
+    An unfinished run with the same configuration and facts resumes from its last checkpoint. The
+    caller holds the lock of the run folder. Torch's default generator is seeded again in each
+    epoch. Images that do not fill a batch at the end of an epoch are left out of it; fewer images
+    than batch_size are one batch.
 
     A checkpoint is written every `checkpoint_every` epochs and after the last; an interrupt leaves
     the last one. A line of stats.jsonl is appended every `log_every` steps. Lines after the last
@@ -178,12 +178,13 @@ def train_objective(
     Args:
         objective: what to minimise; its parameters change and move to the device.
         rows: tensors or images of equal length n, at least 1, indexed by the rows of a batch. The
-            first one gives n; longer ones are not noticed.
+            first one gives n; longer ones are not noticed, shorter ones raise IndexError.
         config: the training's configuration.
         class_names: names of the labels.
         progress: where to show progress.
         facts: written to the checkpoint and compared when resuming; None: no facts.
-        fabric: from `launch_fabric`, if the objective was built with it; None: launch one.
+        fabric: from `launch_fabric`, if the objective was built with it; None: launch one, which
+            starts a process for each device and sets torch's threads.
 
     Returns:
         The checkpoint after the last epoch, with its tensors on the CPU.
@@ -197,7 +198,8 @@ def train_objective(
         NobackfillError: a process that reads images was killed.
         DivergedError: a loss or a weight is not finite; the last checkpoint stays.
         CannotWriteError: the run folder cannot be written.
-        OSError: the checkpoint in the run folder cannot be opened.
+        OSError: the checkpoint or stats.jsonl in the run folder cannot be opened.
+        ValueError: stats.jsonl is damaged, or the objective has no parameter to train.
         ValueError, RuntimeError: as the objective raises them; the last checkpoint stays.
     """
     n = len(next(iter(rows.values())))
@@ -270,6 +272,9 @@ def write_solved_run(
         config: the configuration; its run folder is made if missing.
         class_names: names of the labels.
         facts: written to the checkpoint.
+
+    Returns:
+        The checkpoint, with copies of the tensors on the CPU.
 
     Raises:
         DivergedError: a solved weight is NaN or infinite; nothing is written.

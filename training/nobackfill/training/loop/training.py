@@ -68,8 +68,9 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
     Pretrained weights are downloaded if they are not cached. An interrupted training resumes. The
     images are listed, and checked as in `split_images`, also if the run is finished. The lock of
     the run folder is not waited for. It is a file `lock`, which is removed after a finished run.
-    Memory that is freed stays with the process, see `keep_freed_memory`. stderr lists files that
-    were left out, and layers that are not pretrained.
+    Memory that is freed stays with the process, see `keep_freed_memory`. torch's default generator
+    is seeded. With several devices each other process runs the same command again. stderr lists
+    files that were left out, and layers that are not pretrained.
 
     Args:
         config: the configuration of any kind. For named weights their pixel normalisation is used,
@@ -95,6 +96,7 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
         NoEncoderError: a release of an upgrade embeds no images.
         UnfitError: this program cannot use a published release of an upgrade.
         ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        ValueError: stats.jsonl, or `unreadable-*.json` in the folder `features`, is damaged.
         OSError: a checkpoint, a file of weights, the folder of images or the lock exists, but
             cannot be opened.
     """
@@ -158,9 +160,10 @@ def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
     Raises:
         ConfigurationError: the folder of images or the class list cannot be read.
         InvalidInputError: there are fewer than two classes (one for an upgrade), fewer than the key
-            `classes`, or a class is empty; the class list names a missing folder; or, where files
-            are checked now, one is no image.
+            `classes`, or a class is empty; the class list names a folder that is missing, listed
+            twice or inside another; or, where files are checked now, one is no image.
         CannotWriteError: the result of that check cannot be written.
+        ValueError: the kept result of that check is damaged.
         PermissionError: the folder of images may not be read by this user.
     """
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)

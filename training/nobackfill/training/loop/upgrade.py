@@ -118,10 +118,11 @@ def select_options(
         train: trains an upgrade; its errors pass through.
 
     Returns:
-        `inputs` with `selection` and `selection_data`.
+        `inputs` with `selected_options` and `selection_images`.
 
     Raises:
         InvalidInputError: there are too few classes and too few images to cluster.
+        ValueError: an embedding that is clustered is not finite.
         DivergedError: a loss of a short training is not finite.
         ConfigurationError: a folder below run_dir/choice holds another training.
         CannotWriteError: such a folder cannot be written.
@@ -501,8 +502,10 @@ def train_upgrade(
     """Train the upgrade of a configuration, or return its finished run unchanged.
 
     A finished run is returned without its models and images being opened. Features of the frozen
-    models are computed into a cache next to the run folder. The caller holds the lock of the run
-    folder. It does nothing about files that are no images; `split_images` leaves them out before.
+    models are computed into a cache next to the run folder. With the key `choose`, short trainings
+    leave their runs in the folder `choice` of the run folder. torch's default generator is seeded.
+    The caller holds the lock of the run folder. It does nothing about files that are no images;
+    `split_images` leaves them out before.
 
     Args:
         config: the configuration.
@@ -515,10 +518,13 @@ def train_upgrade(
 
     Raises:
         ConfigurationError: the method, an option or a model does not fit, or a side encoder is
-            missing; unseen_copies finds no unseen class; or the run folder holds another training.
+            missing; unseen_copies finds no unseen class; a file of stored vectors is missing; or
+            the run folder holds another training.
         InvalidInputError: there are too few images, a file is no image, a release reads images in
             an unsupported way, or stored vectors do not match the images.
-        VerificationError: a checkpoint or a release is damaged.
+        UnusableRowsError: a stored vector has NaN, infinity or a norm above 1e15.
+        VerificationError: a checkpoint or a release is damaged, or a published model returns
+            unusable vectors.
         DivergedError: a loss or a weight is not finite.
         CannotWriteError: the run folder or the cache cannot be written.
         NoEncoderError: a release embeds no images.
@@ -526,6 +532,8 @@ def train_upgrade(
         NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
         NobackfillError: a process that reads images was killed.
         ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        ValueError: stats.jsonl is damaged, or every held-out prediction of FastFill's variance
+            equals its target.
         OSError: a checkpoint exists, but cannot be opened.
     """
     method = upgrade_method(config.method)
@@ -593,7 +601,7 @@ def fit_upgrade(
     A finished run with the same configuration and facts is returned unchanged if the method is
     trained; a method in closed form is solved again. torch's default generator is seeded by
     config.seed. The caller holds the lock of the run folder. Labels and views are those of
-    `inputs.rows`.
+    `inputs.training_features`.
 
     Args:
         inputs: the features and the configuration.
@@ -611,7 +619,7 @@ def fit_upgrade(
         DivergedError: a loss or a weight is not finite.
         CannotWriteError: the run folder cannot be written.
         ValueError: a method in closed form gets fewer than two images, or values that are not
-            finite.
+            finite; or stats.jsonl in the run folder is damaged.
         RuntimeError: method procrustes or residual gets a value that is not finite.
         OSError: the checkpoint in the run folder cannot be opened.
     """

@@ -41,9 +41,9 @@ def same_class_loss(
 ) -> Tensor:
     """Cross-entropy of the neighbour distribution over a queue to the queue's items of one's class.
 
-    It is `listwise` with another target: equal shares for all items of the class, which mAP wants
-    to be ranked first. An item of the queue that is the image itself counts as any other item. The
-    queue gets a gradient if it requires one.
+    It is `listwise_loss` with another target: equal shares for all items of the class, which mAP
+    wants to be ranked first. An item of the queue that is the image itself counts as any other
+    item. The queue gets a gradient if it requires one.
 
     Args:
         predicted: upgraded embeddings [n, d].

@@ -63,7 +63,7 @@ class AdaptedLayer(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features [n,w] to float32 [n,dim]; autocast does not apply.
 
-        The values are those of `folded()`, up to rounding.
+        The values are those of `fold_into_linear()`, up to rounding.
         """
         # Autocast would round the map to bf16, and the result would not be orthogonal.
         with torch.autocast(features.device.type, enabled=False):
@@ -219,7 +219,8 @@ class AdaptedObjective(CompatibleObjective):
     def forward(self, batch: Batch) -> Terms:
         """Return the terms of a batch; the classification trains only the head.
 
-        They are `classification` and those of `compatibility`, on one augmented view of each image.
+        They are `classification` and those of `compatibility_terms`, on one augmented view of each
+        image.
         The view is drawn from torch's default generator. Before `start_from` it raises
         AssertionError.
         """
@@ -230,7 +231,7 @@ class AdaptedObjective(CompatibleObjective):
         return terms | self.compatibility_terms(embedding, pixels, labels)
 
     def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return `influence` and `cosine` towards the old space, and terms of `preservation`.
+        """Return `influence` and `cosine` towards the old space, and `preservation_terms`.
 
         `influence` and `cosine` are means over the batch, times the options `weight` and `cosine`.
         Before `start_from` it raises AssertionError.

@@ -75,8 +75,8 @@ class LinearMap(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
 
-        `side` may be None only if it is not read (else AssertionError). With `unit` a zero output
-        stays zero.
+        `side` may be None only if it is not read (else AssertionError). With `unit_norm` a zero
+        output stays zero.
         """
         x = concatenate(embedding, side, self.input_shape)
         if self.down is not None:
@@ -137,7 +137,7 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
-        KeyError: `inputs.rows` lacks `old`, or another feature that is read or written.
+        KeyError: `inputs.training_features` lacks `old`, or a feature that is read or written.
         RuntimeError: the network was built for other dimensions.
     """
     reads = input_shape(inputs.config, inputs.shape)
@@ -163,8 +163,8 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as one linear layer of the embedding; a rotation cannot use side-information.
 
-    The weights are random, from torch's default generator, until `solve_procrustes`. With `unit`
-    its output is normalised.
+    The weights are random, from torch's default generator, until `solve_procrustes`. With
+    `shape.unit_norm` its output is normalised.
 
     Raises:
         ConfigurationError: `options` is not empty, or the upgrade is configured to read only
@@ -194,7 +194,7 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     Raises:
         ValueError: there are fewer than two rows.
         RuntimeError: a value is NaN or infinite, or the network was built for other dimensions.
-        KeyError: `inputs.rows` lacks old or new vectors.
+        KeyError: `inputs.training_features` lacks old or new vectors.
     """
     assert isinstance(upgrade.h, LinearMap)
     x, y = (
@@ -207,9 +207,9 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as two linear layers with `rank` values between them.
 
-    With `unit` its output is normalised. The default rank is a quarter of the new dimension, at
-    least 1. It is not lowered to the input's dimension. The weights are random, from torch's
-    default generator, until `solve_low_rank`.
+    With `shape.unit_norm` its output is normalised. The default rank is a quarter of the new
+    dimension, at least 1. It is not lowered to the input's dimension. The weights are random, from
+    torch's default generator, until `solve_low_rank`.
 
     Raises:
         ConfigurationError: an option is wrong, the rank or its default exceeds a dimension, or the
@@ -244,7 +244,7 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
-        KeyError: `inputs.rows` lacks `old` or `new`, or side-information that is read.
+        KeyError: `inputs.training_features` lacks `old` or `new`, or side-information that is read.
         RuntimeError: the network was built for other dimensions.
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None

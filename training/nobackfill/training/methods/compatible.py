@@ -96,7 +96,7 @@ class CompatibleObjective(EmbedderObjective):
         self.register_buffer("known_labels", known)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification` and the terms of `compatibility`, on one augmented view.
+        """Return `classification` and the terms of `compatibility_terms`, on one augmented view.
 
         The new model and the terms see the same view, drawn from torch's default generator.
         """
@@ -157,7 +157,7 @@ class _Resized(torch.nn.Module):
 def old_model(inputs: EmbedderInputs) -> Classifier:
     """Return the old model of a compatible training.
 
-    Nothing is loaded: it is `inputs.old`. Equal dimensions pass.
+    Nothing is loaded: it is `inputs.old_classifier`. Equal dimensions pass.
 
     Raises:
         ConfigurationError: there is no old model, or the new embedding is shorter than the old one.

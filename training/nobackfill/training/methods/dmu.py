@@ -63,7 +63,7 @@ class ForwardAdaptiveHead(nn.Module):
         """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
 
         In training mode a single row raises ValueError (BatchNorm); no rows give [0,new_dim]. With
-        `unit` a zero output stays zero.
+        `unit_norm` a zero output stays zero.
         """
         output: Tensor = self.layers(embedding)
         return nn.functional.normalize(output) if self.unit_norm else output

@@ -127,7 +127,7 @@ class FctObjective(Objective):
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Measure held-out images; from `freeze_at` of the epochs on, freeze BatchNorm.
+        """Measure held-out images; from `freeze_batchnorm_at` of the epochs on, freeze BatchNorm.
 
         The figure is h's squared distance in eval mode, in the statistics as `held_out_distance`.
         It also selects the best epoch for keep_best. The first view of each image counts. Without

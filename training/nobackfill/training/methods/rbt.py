@@ -59,8 +59,8 @@ class ResidualBottlenecks(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
 
-        In training mode BatchNorm needs at least two rows, or raises ValueError. With `unit` a zero
-        output stays zero.
+        In training mode BatchNorm needs at least two rows, or raises ValueError. With `unit_norm` a
+        zero output stays zero.
         """
         output: Tensor = self.layers(embedding)
         return F.normalize(output) if self.unit_norm else output

@@ -145,8 +145,8 @@ class ResidualMap(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
 
-        `side` may be None only if it is not read. If `active` is set, only that network is used. In
-        training mode BatchNorm needs at least two rows, or raises ValueError.
+        `side` may be None only if it is not read. If `active_member` is set, only that network is
+        used. In training mode BatchNorm needs at least two rows, or raises ValueError.
         """
         white = self.whiten_inputs(embedding, side)
         networks = (

@@ -103,8 +103,8 @@ class ImageEncoder(nn.Module):
     def encode(self, pixels: Tensor) -> Tensor:
         """Return vectors of the space, float32 [n,dim], for pixels float32 [n,3,H,W] in 0..1.
 
-        With `unit` their length is 1; a zero output stays zero. In training mode an encoder that
-        ends with BatchNorm needs at least two images, or raises ValueError.
+        With `unit_norm` their length is 1; a zero output stays zero. In training mode an encoder
+        that ends with BatchNorm needs at least two images, or raises ValueError.
         """
         features = self.features(pixels).float()
         return F.normalize(features) if self.unit_norm else features
@@ -112,7 +112,8 @@ class ImageEncoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return vectors float32 [n,dim] for images uint8 [n,H,W,3].
 
-        H and W are `image_size`. With `unit` the length of a vector is 1; a zero output stays zero.
+        H and W are `image_size`. With `unit_norm` the length of a vector is 1; a zero output stays
+        zero. In training mode a single image may raise ValueError, as in `encode`.
         """
         return self.encode(to_pixels(images))
 

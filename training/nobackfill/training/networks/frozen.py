@@ -144,9 +144,10 @@ def load_classifier(run_dir: Path) -> Classifier:
 def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     """Open the frozen encoder of a run folder, on the GPU if there is one.
 
-    It computes 64 images at a time on a CPU and 256 on a GPU. `run_in_bf16` is there if the run's
-    precision is auto or bf16-mixed, and its configured device multiplies in bf16. The checkpoint is
-    read twice, the second time for its digest. `run` raises ValueError without images.
+    It computes 64 images at a time on a CPU and 256 on a GPU. `encode_in_bf16` is there if the
+    run's precision is auto or bf16-mixed, and its configured device multiplies in bf16. The
+    checkpoint is read twice, the second time for its digest. `encode` raises ValueError without
+    images. Building the encoder draws from torch's default generator.
 
     Args:
         run_dir: the folder of a finished run.

@@ -69,7 +69,7 @@ class FctTransform(nn.Module):
 
         An input whose dim is 0 is ignored, and `side` may be None then; else None raises
         AssertionError. In training mode BatchNorm needs at least two rows, or raises ValueError.
-        With `unit` a zero output stays zero.
+        With `unit_norm` a zero output stays zero.
         """
         parts = []
         if self.embedding_projection is not None:
