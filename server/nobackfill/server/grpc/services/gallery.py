@@ -190,7 +190,8 @@ def source_message(source: HealingSource, *, includes_address: bool) -> gallery_
 def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
     """Encode the progress of re-embedding; only callers with the role admin see the last failure.
 
-    Numbers that are not known yet stay unset. The caller is that of the present call.
+    Numbers that are not known yet stay unset. The caller is that of the present call; outside of
+    any call, as on a thread that polls watches, it counts as an admin.
     """
     cost = progress.cost
     message = upgrade_pb2.Healing(
@@ -230,7 +231,8 @@ class GalleryService(GalleryServiceServicer):
         If exact distances cannot be set after the gallery was created, the gallery stays.
 
         Raises:
-            InvalidInputError: the name is not valid.
+            InvalidInputError: the name is not valid, or a space has too many dimensions for the
+                database.
             AlreadyExistsError: a gallery has this name.
             PreconditionError: no release is active.
             BusyError: an activation or a rollback is under way, or the database is busy.
@@ -258,13 +260,15 @@ class GalleryService(GalleryServiceServicer):
         Raises:
             NotFoundError: no gallery has this name, or the source's folder or file does not exist.
             InvalidInputError: a limit of the source is out of its range. Or the source's file of
-                texts has an invalid line.
-            ConfigurationError: the operator's settings do not allow the source.
-            VerificationError: the gallery is set aside.
+                texts has an invalid line, or is no regular file.
+            ConfigurationError: the operator's settings do not allow the source, or the database
+                refuses the statement.
+            VerificationError: the gallery is set aside or damaged.
             UnavailableError: the source does not open within 20 s, or the database does not answer.
             BusyError: the gallery's store is busy.
             CannotWriteError: the gallery cannot be written.
             OSError: this user may not look into the source's folder.
+            RuntimeError, ValueError: the source's path has a loop of links, or a zero byte.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
@@ -372,7 +376,8 @@ class GalleryService(GalleryServiceServicer):
 
         Raises:
             InvalidInputError: a later message names another gallery.
-            NotFoundError: no gallery has this name, or it was deleted meanwhile.
+            NotFoundError: no gallery has this name, the first message names none, or the gallery
+                was deleted meanwhile.
             TooLargeError: a message has too many items, or its texts are too large together.
             NotPermittedError: the caller's role is not for the gallery.
             ItemQuotaError: the caller's galleries would have too many items.
