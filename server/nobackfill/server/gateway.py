@@ -215,7 +215,7 @@ class GatewayServer:
             CannotWriteError: the data folder cannot be written.
             BusyError: the database is busy while it lists the galleries.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
-            OSError: the folder of the galleries cannot be read.
+            OSError: the folder of the galleries, or of the verified metadata, cannot be read.
         """
         with ThreadPoolExecutor(1, "models") as pool:
             models = pool.submit(self.serving.start_models)

@@ -67,6 +67,7 @@ class PlanManager:
             UnavailableError: the publication folder cannot be read.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the folder of the verified metadata cannot be read.
         """
         self._models.start()
         self._load_models()
@@ -85,6 +86,7 @@ class PlanManager:
                 read.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the folder of the verified metadata cannot be read.
         """
         self.replan_all()
         self._load_models()
@@ -332,6 +334,7 @@ class PlanManager:
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
             DeadlineError: the call's time is over.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the folder of the verified metadata cannot be read.
         """
         for manifest in manifests:
             if manifest.release in self._followed:

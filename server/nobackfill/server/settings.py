@@ -101,6 +101,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources of settings, the strongest first: options, variables, the TOML file.
+
+        pydantic calls it. Files of variables (.env) and of secrets are not read.
+
+        Raises:
+            OSError, UnicodeDecodeError, tomllib.TOMLDecodeError: the TOML file cannot be read.
+        """
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     @model_validator(mode="after")

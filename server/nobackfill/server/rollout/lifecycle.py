@@ -157,7 +157,7 @@ class GalleryOperations:
             spare_cores: share of cores that the upgrade leaves to searches, 0 to 1; 0 means the
                 default.
             images: encoded images by item id.
-            budget: at most so many items are re-embedded; 0 means all.
+            budget: at most so many items are re-embedded, at least 0; 0 means all.
 
         Returns:
             The present state of the gallery's upgrade.
@@ -219,8 +219,8 @@ class GalleryOperations:
                 space of a release that is not published here.
             NotFoundError: the source does not exist, or the gallery was deleted.
             CannotWriteError: the gallery's state cannot be written.
-            UnavailableError: the source does not open within 20 seconds, or the database does not
-                answer.
+            UnavailableError: the source does not open within 20 seconds, the system has no thread
+                left to open it, or the database does not answer.
             InvalidInputError: the file of texts has an invalid line.
             BusyError: the store is busy.
             VerificationError: the gallery is damaged.
@@ -270,10 +270,10 @@ class GalleryOperations:
 
         Raises:
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside, or it or the record is damaged.
             BusyError, UnavailableError: a store or the record of re-embedding is busy, or does not
                 answer.
-            CannotWriteError: a file cannot be opened, or the disk fails.
+            CannotWriteError: a file cannot be opened, or the record cannot be written.
             ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(name) as hosted:

@@ -317,7 +317,8 @@ class Rollout:
             ConfigurationError: a gallery has a space of a release that is not published here; or
                 the release embeds texts, and the extra `text` is not installed; or the database
                 refuses a statement.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
         """
         with self._parts.galleries.hold_all():
             folder, manifest = self._verify()

@@ -34,7 +34,7 @@ def backfill(
         hosted: the gallery.
         embedding: embeds the images.
         images: encoded image by item id; without any nothing happens.
-        budget: most items; 0 means all.
+        budget: most items, at least 0; 0 means all.
         on_batch: called with the number of vectors that a durable batch has replaced, perhaps 0.
 
     Raises:

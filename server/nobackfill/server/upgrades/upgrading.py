@@ -303,7 +303,8 @@ class ModelTrials:
             NobackfillError: whatever `check_stop` raises; the child is killed.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
         """
         needed = {(manifest.space, source) for source in (None, *sources)}
         if needed <= self._passed:
@@ -326,7 +327,8 @@ class ModelTrials:
             NotFoundError: a release is not published.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
         """
         for manifest, upgrade in steps:
             self.try_release_models(manifest, (upgrade.from_release,))
@@ -424,7 +426,8 @@ class GalleryUpgrades:
             BusyError, UnavailableError: the store is busy or does not answer, or the publication
                 folder cannot be read.
             IncompatibleSpaceError: the active space was deleted meanwhile.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
             ConfigurationError: the database refuses the statement, as without rights.
         """
         route = self._need_route(hosted, target.release)
@@ -482,7 +485,8 @@ class GalleryUpgrades:
             BusyError, UnavailableError: the store is busy or does not answer, workers end again and
                 again, or the publication folder cannot be read.
             NobackfillError: whatever `should_stop` or `on_progress` raises.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
             ConfigurationError: the database refuses the statement, as without rights.
         """
         route = self._need_route(hosted, target.release)
@@ -543,7 +547,8 @@ class GalleryUpgrades:
             InvalidInputError: `source` is `target`.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
-            OSError: the child process of a trial cannot be started.
+            OSError: the child process of a trial cannot be started, or the folder of the verified
+                metadata cannot be read.
         """
         route = self._route(source.release, target.release, side)
         if route is None:

@@ -182,7 +182,7 @@ class PostgresqlGallery(Reads):
 
         Args:
             ids: ids of the items, without repeats; may be empty.
-            vectors: their vectors, by space.
+            vectors: their vectors, by space, each space once; may be empty.
             digests: digest of each item's content; None replaces existing items.
             metadata: metadata of each item; None, for one or for all, keeps what unchanged items
                 have.

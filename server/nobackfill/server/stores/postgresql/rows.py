@@ -125,6 +125,9 @@ def to_binary(vector: Vectors) -> bytes:
 
     Returns:
         Two bytes of size, two zero bytes, then big-endian float32 values.
+
+    Raises:
+        OverflowError: it has more than 65,535 values.
     """
     return len(vector).to_bytes(2, "big") + b"\0\0" + vector.astype(">f4").tobytes()
 

@@ -167,8 +167,8 @@ class SpaceTable:
         It binds the query if exact, the condition's values, the query, and a limit if there is a
         condition.
 
-        Items of the excluded space are left out. By cosine, the distance of a zero vector is NaN,
-        but an exact search orders it as 1, and as equal to all others if the query is zero.
+        Items of the excluded space are left out. By cosine, the distance of a zero vector, or to a
+        zero query, is NaN, which an exact search orders as 1.
 
         With more than MOST_INDEXED dimensions the graph orders by 16-bit floats. A search that is
         not exact may return fewer rows than exist, in no strict order.
