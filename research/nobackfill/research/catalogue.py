@@ -46,9 +46,11 @@ def fct_size_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
     side-information, in numbers and in bits (appendix G).
 
-    Nothing is trained; each row only describes its runs. The preset's `upgrade` must have
-    inner_dim, and its `side_encoder` side_info_dim, or KeyError is raised. Parts of them are
-    rounded down.
+    Nothing is trained; each row only describes its runs. Parts of sizes are rounded down.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `upgrade` lacks inner_dim.
     """
     preset, simclr = shared.place.preset, shared.side_encoder("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
@@ -75,8 +77,12 @@ def ablation_rows(shared: SharedModels) -> list[MethodRow]:
     """List our method without one of its parts, in smaller sizes, with labels and with other
     methods' views; other methods with our views; and parts that neither has.
 
-    Nothing is trained; each row only describes its runs. The preset's `upgrade` must have
-    inner_dim, epochs and warmup_epochs, or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `upgrade` lacks inner_dim, or it or `our_upgrade` lacks views or
+            warmup_epochs.
     """
     simclr, preset = shared.side_encoder("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
@@ -152,8 +158,10 @@ def adapted_model_rows(shared: SharedModels) -> list[MethodRow]:
     128), and lambda-orthogonality: searched directly, and with our upgrade from old to adapted
     space.
 
-    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
-    embedding_dim, or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     dim, simclr = shared.place.preset.embedder["embedding_dim"], shared.side_encoder("simclr")
     bt2 = shared.adapted_model(RowName.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
@@ -173,6 +181,9 @@ def d_simplex_rows(shared: SharedModels) -> list[MethodRow]:
     another classifier trained.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place = shared.place
     scale = place.preset.embedder.get("scale")
@@ -199,6 +210,9 @@ def architecture_rows(shared: SharedModels) -> list[MethodRow]:
     appendix B goes from a CNN to a transformer.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     return [row for pair in PAIRS for row in _pair(shared, pair)]
 
@@ -269,6 +283,10 @@ def side_information_rows(shared: SharedModels) -> list[MethodRow]:
     differ by the content of psi and not by the training of a network.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `our_upgrade` lacks views, or its `embedder` augmentation.
     """
     return [
         _row(shared, setting_row_name(SIDE, "none")),
@@ -327,6 +345,9 @@ def compatible_model_rows(shared: SharedModels) -> list[MethodRow]:
     """List independent training, BCT's and UniBCT's methods, and their baselines.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     rows = [MethodRow(RowName.INDEPENDENT, shared.old_model, shared.new_model)]
     for name, (method, options) in COMPATIBLE.items():
@@ -341,6 +362,9 @@ def dmu_rows(shared: SharedModels) -> list[MethodRow]:
     and twice the width of psi (Table 5).
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     rows = []
     for name, options in DMU.items():
@@ -362,6 +386,10 @@ def dmu_ablation_rows(shared: SharedModels) -> list[MethodRow]:
     has no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `embedder` lacks a backbone.
     """
     scenario = f"scenario-{ABLATED}"
     rows = [row for row in scenario_rows(shared) if row.name.startswith(f"{scenario}:")]
@@ -400,6 +428,9 @@ def arcface_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT D.7: old and new model under ArcFace, with h's output normalised in training.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place, simclr = shared.place, shared.side_encoder("simclr")
     scale = place.preset.embedder.get("scale")
@@ -426,8 +457,11 @@ def bct_variant_rows(shared: SharedModels) -> list[MethodRow]:
     network (also in the rows of twice the dimension and of ReLU), and old models of all classes
     under a softmax with and without norms.
 
-    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
-    embedding_dim, or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the `embedder` of a published set lacks a backbone, or has one that DEEPER lacks.
     """
     place, preset = shared.place, shared.place.preset
     dim = preset.embedder["embedding_dim"]
@@ -466,6 +500,9 @@ def closed_form_map_rows(shared: SharedModels) -> list[MethodRow]:
     """List closed-form maps, and the control that predicts class centres.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     simclr = shared.side_encoder("simclr")
     control = {"classes": shared.split.new_class_count}
@@ -488,8 +525,11 @@ def upgrade_method_rows(shared: SharedModels) -> list[MethodRow]:
     the preset's SimCLR has small crops already, and the raw loss, if the preset's spaces have no
     unit vectors, where it is FCT's. The rows of `best` come last.
 
-    Nothing is trained; each row only describes its runs. The preset's settings must have inner_dim,
-    embedding_dim and side_info_dim, or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `upgrade` lacks inner_dim, or its `embedder` augmentation.
     """
     place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
     inner = place.preset.upgrade["inner_dim"]
@@ -535,8 +575,10 @@ OLD_NETWORKS = {"resnet18": "resnet18", "mobilenet": "mobilenet_v2"}
 def old_network_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 4: FCT from old models of other networks, and of half the dimension.
 
-    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
-    embedding_dim, or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place, simclr = shared.place, shared.side_encoder("simclr")
     dim = place.preset.embedder["embedding_dim"]
@@ -560,6 +602,9 @@ def embedding_size_rows(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 10: old and new models that were trained apart, by size of the embedding.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
 
     def row(dim: int) -> MethodRow:
@@ -576,6 +621,9 @@ def best_method_rows(shared: SharedModels) -> list[MethodRow]:
     """List FastFill and ours with and without side-information, ours after DMU, and int8.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     simclr = shared.side_encoder("simclr")
     residual = shared.upgrade_row(RowName.RESIDUAL_SIMCLR, "residual", simclr)
@@ -594,6 +642,9 @@ def core_rows(shared: SharedModels) -> list[MethodRow]:
     """List what a machine without an accelerator compares on CIFAR-100 within hours.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     simclr = shared.side_encoder("simclr")
     names = {RowName.INDEPENDENT, RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT}
@@ -615,6 +666,9 @@ def public_protocol_rows(shared: SharedModels) -> list[MethodRow]:
     `pages.PAPER_FIGURES` has what the papers print for them.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     simclr = shared.side_encoder("simclr")
     return [
@@ -640,6 +694,10 @@ def strong_model_rows(shared: SharedModels) -> list[MethodRow]:
     with the same side-information tell what it alone is worth.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: as in `upgrade_method_rows` and `ablation_rows`.
     """
     both = shared.side_encoder("inner_simclr")
     joint = {"both_views": True, "same_class": 0.3, "members": 3, "distilled": True}
@@ -675,6 +733,9 @@ def core_unseen_rows(shared: SharedModels) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model.
 
     Nothing is trained; each row only describes its runs. They stay in the order of `core`.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     names = {
         RowName.INDEPENDENT,
@@ -690,7 +751,11 @@ def core_unseen_rows(shared: SharedModels) -> list[MethodRow]:
 
 
 def core_unseen_compatible_rows(shared: SharedModels) -> list[MethodRow]:
-    """List the compatible new models of `core`, which `core_unseen_rows` omits."""
+    """List the compatible new models of `core`, which `core_unseen_rows` omits.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+    """
     names = {RowName.BCT, RowName.BCT_SYS, RowName.UNIBCT, RowName.DMU}
     return [row for row in core_rows(shared) if row.name in names]
 
@@ -747,11 +812,13 @@ def list_rows(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
             unknown name is ignored, because some rows exist only on the main split.
 
     Returns:
-        Descriptions of rows; nothing is trained or read. If several rows have one name, the first
-        group's counts.
+        Descriptions of rows; nothing is trained. If several rows have one name, the first group's
+        counts.
 
     Raises:
-        ConfigurationError: on the main split, a name is neither a group nor a method.
+        ConfigurationError: on the main split, a name is neither a group nor a method; or a file of
+            the preset in configs/ is missing or invalid.
+        KeyError: the preset's settings lack a key that a group reads, such as inner_dim.
     """
     shared = SharedModels(place)
     groups = {name: make(shared) for name, make in GROUPS.items()}
@@ -784,7 +851,9 @@ def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
 
     Raises:
         ConfigurationError: the main split's catalogue does not have a row (any more), or a row's
-            configuration is invalid. Unknown rows of other splits are ignored.
+            configuration or a file of the preset is invalid. Unknown rows of other splits are
+            ignored.
+        KeyError: the preset's settings lack a key that a group reads.
     """
     trained = {}
     for split in preset.splits:

@@ -118,7 +118,8 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
             cannot be read.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         InvalidInputError: a test image, or a held-out training image, cannot be decoded.
-        ValueError: no test image shares its class with another one.
+        ValueError: no test image shares its class with another one, or the log of the new model's
+            training is damaged.
         OSError: the log of the new model's training is missing, or a checkpoint cannot be opened.
             PermissionError: this user may not list the folder of held-out training images.
         CannotWriteError: the cache cannot be written.

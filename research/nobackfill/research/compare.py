@@ -369,6 +369,7 @@ def compare(
             this user may not list a folder of images.
         ValueError: a row's mAP is 0 where a relative figure is computed, or no tested image shares
             its class with another one.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
         IndexError: there is no seed.
     """
     planned = train_and_measure(
@@ -389,6 +390,10 @@ def summarise_by_protocols(planned: Planned) -> dict[str, ProtocolRow]:
 
     Args:
         planned: measured rows of a comparison whose published set has protocols.
+
+    Raises:
+        AssertionError: the cells of a row are missing or cannot be read.
+        KeyError: as in `summarise_protocols`.
     """
     rows: dict[str, MeasuredRow] = {}
     for place, described in planned:
@@ -412,13 +417,15 @@ def train_and_measure(
 ) -> Planned:
     """Train and measure all rows, and return them by place.
 
+    Effects are those of `compare`. Without seeds the result is empty.
+
     Args:
         preset, images, out, seeds, names, job_count, changes, first_seed_names, cluster: as in
             `compare`.
 
     Raises:
-        NobackfillError, ValueError: as in `compare`; NotFoundError also if FOLDER has another
-            layout.
+        NobackfillError, ValueError, RuntimeError, OSError: as in `compare`; NotFoundError also if
+            the folder of images has another layout.
     """
     if cluster is not None:
         # Nodes run in another working directory.

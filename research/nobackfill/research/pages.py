@@ -1,9 +1,9 @@
 """Results as Markdown: a full table next to the results file, and shorter tables in documents.
 
 A mark in a document is a comment on its own line, `<!-- results: PATH -->` or
-`<!-- results: PATH in brief -->`, with PATH relative to the document. `refresh` writes the text up
-to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claims. The results of
-`compare.py --vectors` have the mark `<!-- vectors: PATH PATH… -->`, and share one table.
+`<!-- results: PATH in brief -->`, with PATH relative to the document. `rewrite_tables` writes the
+text up to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claims. The
+results of `compare.py --vectors` have the mark `<!-- vectors: PATH PATH… -->`, and share one table.
 """
 
 import re
@@ -217,6 +217,9 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
 
     Returns:
         The lines without ends; none if nobody prints figures for this data set.
+
+    Raises:
+        KeyError: a cell of our rows lacks cmc1 or map.
     """
     if data not in PAPER_FIGURES:
         return []
@@ -239,8 +242,8 @@ def results_page(results: Results) -> str:
         Markdown, with an end of line at its end.
 
     Raises:
-        KeyError: the main split is missing, one of its rows has no cost or no `negative_flips`, or
-            a row with a reference lacks a kept share.
+        KeyError: the main split is missing, one of its rows has no cost or no `negative_flips`, a
+            row with a reference lacks a kept share, or a cell or reference lacks cmc1 or map.
         IndexError: the results have no seeds.
     """
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
@@ -265,11 +268,11 @@ def format_cmc1_and_map(method_row: RowResult | None, cell: str) -> str:
     The deviation is mAP's over seeds; it is left out for one seed.
 
     Args:
-        method_row: the method_row; None if it was not run.
+        method_row: the row; None if it was not run.
         cell: the cell, such as "new/old".
 
     Returns:
-        The text; "-" without a method_row, or without this cell.
+        The text; "-" without a row, or without this cell.
 
     Raises:
         KeyError: the cell lacks cmc1 or map.
@@ -546,8 +549,9 @@ def rewrite_tables(page: Path) -> list[Path]:
             text.
         OSError: the document or a results file cannot be read.
         UnicodeDecodeError: the document is not UTF-8.
-        KeyError, IndexError: results lack a figure or have no seeds, as in `results_page` and
-            `format_short_table`.
+        KeyError, IndexError, StopIteration: results lack a figure or have no seeds or rows, as in
+            `results_page`, `format_short_table` and `bench_page`.
+        ValueError: results of --vectors have no map besides old/old and new/new.
     """
     if not page.is_file():
         raise NotFoundError(
@@ -745,6 +749,7 @@ def format_short_table(results: Results, link: str, *, brief: bool = False) -> l
         KeyError: the main split is missing, or a row lacks new/served, `negative_flips` or, with a
             reference, a kept share.
         IndexError: the results have no seeds.
+        StopIteration: without `brief`, a split has no rows.
     """
     lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")
     shown = list_shown_rows(results)
@@ -783,6 +788,9 @@ def list_shown_rows(results: Results) -> list[str]:
     """Return the names of the rows that a document shows, in the order of the results.
 
     They are those of SHOWN that were run, and rows that beat or tie ours.
+
+    Raises:
+        KeyError: the main split is missing, or as in `list_rows_reaching_ours`.
     """
     names = {*SHOWN, *list_rows_reaching_ours(results)}
     return [name for name in results.main.rows if name in names]
@@ -796,7 +804,8 @@ def list_rows_reaching_ours(results: Results) -> dict[str, list[str]]:
         order is that of the results.
 
     Raises:
-        KeyError: such a row, or ours, lacks new/served or `negative_flips`.
+        KeyError: a row that shares the data of ours, or ours, lacks new/served or
+            `negative_flips`; or the main split is missing.
     """
     if OURS not in results.main.rows:
         return {}

@@ -299,6 +299,10 @@ def protocol_cells(place: ComparisonPlace, row: MethodRow) -> Cells:
         ConfigurationError: a run is missing, unfinished or of another kind.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         NotFoundError, InvalidInputError: a file or image of a protocol is missing or wrong.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        AssertionError: the preset has no published set, or an upgrade lacks side-information that
+            it reads.
         CannotWriteError: the cache cannot be written.
         ValueError: a figure has no query with an answer.
         OSError: a checkpoint or a protocol's file cannot be read.
@@ -338,6 +342,10 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
 
     Args:
         rows: the measured rows by name, with cells of `protocol_cells`.
+
+    Raises:
+        KeyError: a row lacks new/new, or one with new/served lacks old/old.
+        IndexError: a row has no seed.
     """
     means = {name: _means(one.cells_by_seed) for name, one in rows.items()}
     summary = {}

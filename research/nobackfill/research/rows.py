@@ -1,8 +1,8 @@
 """The rows of a comparison's table: their names, and the trainings and models behind them.
 
 All rows of a table share one old model, and methods differ only in what they are. A training is
-described here (its configuration and its needs) and run by `ensure`. Methods that compete for one
-role use the same random seeds.
+described here (its configuration and its needs) and run by `ensure_trained`. Methods that compete
+for one role use the same random seeds.
 """
 
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ class TrainingRun:
         """The run folder, which exists after the training.
 
         Raises:
-            KeyError: `values` lacks the key run_dir.
+            KeyError: `config_values` lacks the key run_dir.
         """
         return Path(self.config_values["run_dir"])
 
@@ -189,6 +189,7 @@ class ComparisonPlace:
             training.
 
         Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
             ValueError: the role is unknown.
             KeyError: the role has no classes of its own, and there are neither classes nor images.
         """
@@ -237,6 +238,10 @@ class ComparisonPlace:
         Returns:
             The description; nothing is trained or written, and the keys are checked at the
             training.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
+            KeyError: the kind is autoencoder, and the preset's `embedder` lacks augmentation.
         """
         base, published = _side_values(self.preset, kind), self.preset.published_set
         elsewhere = (
@@ -286,6 +291,9 @@ class ComparisonPlace:
         Returns:
             The description; nothing is trained or written, and the keys are checked at the
             training.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
         """
         prerequisites = [old, new]
         base = (
@@ -351,7 +359,7 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
     """Train a run and its prerequisites, unless they are trained.
 
     An interrupted training is resumed. Runs that were trained before an error stay, and are in
-    `trained`.
+    `trained`. A training seeds torch's default generator.
 
     Args:
         run: the run.
@@ -369,7 +377,9 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
         UnavailableError: pretrained weights cannot be downloaded.
         NoEncoderError: a release of an upgrade embeds no images.
         NobackfillError: a process that reads images was killed.
+        UnfitError: this program cannot use a published release of an upgrade.
         ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        ValueError: stats.jsonl or a stored check of images is damaged.
         OSError: a checkpoint, a file of weights or the lock exists, but cannot be opened.
     """
     if run.folder in trained:
@@ -439,12 +449,20 @@ class SharedModels:
 
     @cached_property
     def old_model(self) -> TrainingRun:
-        """The old model, phi_old."""
+        """The old model, phi_old.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        """
         return self.place.embedder("old", role="old")
 
     @cached_property
     def new_model(self) -> TrainingRun:
-        """The new model phi_new*, trained independently of phi_old."""
+        """The new model phi_new*, trained independently of phi_old.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        """
         return self._new("new")
 
     @cached_property
@@ -477,6 +495,10 @@ class SharedModels:
         Args:
             kind: its kind (FCT section 5.1), a value of the key side_info.
             width: the dimension of the side-information; None: the preset's.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
+            KeyError: the kind is autoencoder, and the preset's `embedder` lacks augmentation.
         """
         name, size = f"side-{kind}", {}
         if width is not None:
@@ -499,8 +521,11 @@ class SharedModels:
             options: options of the method; dmu's hidden_dim defaults to the preset's.
 
         Returns:
-            The run; its training uses the new model's classes, `split.new`. It starts from the
+            The run; its training uses the split's `new_class_count` classes. It starts from the
             common warm-up if the preset has one.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
         """
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
@@ -516,6 +541,9 @@ class SharedModels:
 
         Returns:
             The run; nothing is trained, and the keys are checked at the training.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
         """
         return self._new(name, self.old_model, self.new_model, method=method, **values)
 
@@ -539,6 +567,9 @@ class SharedModels:
             side: the encoder of the side-information that it reads; None: none is read.
             old, new: models that replace phi_old and phi_new*.
             values: further keys of the configuration, which replace others.
+
+        Raises:
+            ConfigurationError: a file of the preset in configs/ is missing or invalid.
         """
         old, new = old or self.old_model, new or self.new_model
         folder = f"upgrade-{name.replace(':', '-')}"

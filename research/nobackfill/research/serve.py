@@ -54,6 +54,7 @@ def exported_session(
     Raises:
         VerificationError: onnxruntime cannot run the exported file, or it computes other vectors
             than torch. The quantised file is not compared.
+        RuntimeError: torch cannot export the network.
         OSError: the temporary files cannot be written.
     """
     graph = UpgradeGraph(step)
@@ -130,7 +131,7 @@ class TrainedImages(EmbeddedListing):
                 description cannot be downloaded.
             OSError: a checkpoint exists, but cannot be opened, or a temporary file of an export
                 cannot be written.
-            AssertionError: with int8, an upgrade reads side-information and there is none.
+            AssertionError: an upgrade reads side-information and there is none.
         """
         if len(releases) == 1:
             return Upgraded(self.native_vectors(releases[0]), None, None)
@@ -165,7 +166,7 @@ def migrate_along_row(
     Raises:
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
-        AssertionError: with int8, an upgrade reads side-information and there is none.
+        AssertionError: an upgrade reads side-information and there is none.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         OSError: a checkpoint exists, but cannot be opened, or a temporary file of an export cannot
@@ -202,6 +203,7 @@ def load_upgrade_step(run: TrainingRun) -> UpgradeNetwork:
         ConfigurationError: the run is missing or unfinished.
         VerificationError: its checkpoint is damaged.
         AssertionError: an embedder whose method makes no upgrade.
+        IndexError: a run that is no upgrade and has no prerequisites.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         OSError: the checkpoint exists, but cannot be opened.
@@ -269,6 +271,7 @@ def measure_costs(rows: Sequence[MethodRow]) -> dict[str, CostResult]:
     Raises:
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+        RuntimeError: torch cannot export a network.
         KeyError: a run's configuration does not say its dimension.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.

@@ -1,7 +1,7 @@
 """Rows in special settings: consecutive updates, wrong labels, UniBCT's allocations, other domains;
 and the limits of what stored vectors can give.
 
-Settings exist only on the main split, which has `first_of_chain`.
+Settings exist only on the main split, which has `chain_class_counts`.
 
 Limits are transforms that have seen the tested items, so they are bounds and not methods. Classes
 of a gallery are unseen because their images were not available when h was trained. The information
@@ -46,6 +46,9 @@ def upper_bound_rows(shared: SharedModels) -> list[MethodRow]:
 
     Returns:
         One row on seen classes, two on unseen ones. Their images must be made by `prepare_images`.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place, split, simclr = shared.place, shared.split, shared.side_encoder("simclr")
 
@@ -82,6 +85,9 @@ def chain_rows(shared: SharedModels) -> list[MethodRow]:
     over each. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     split = shared.split
     if split.chain_class_counts is None:
@@ -148,6 +154,9 @@ def long_chain_rows(shared: SharedModels) -> list[MethodRow]:
     without, by increasing number. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     split, place = shared.split, shared.place
     if split.chain_class_counts is None:
@@ -191,6 +200,10 @@ def foreign_domain_rows(shared: SharedModels) -> list[MethodRow]:
     presets shift their own test images. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the `embedder` of the models' preset lacks augmentation.
     """
     if shared.split.chain_class_counts is None:
         return []
@@ -247,6 +260,9 @@ def disjoint_class_rows(shared: SharedModels) -> list[MethodRow]:
     rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place, split = shared.place, shared.split
     if split.chain_class_counts is None:
@@ -281,6 +297,9 @@ def new_data_rows(shared: SharedModels) -> list[MethodRow]:
     no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place, split = shared.place, shared.split
     if split.chain_class_counts is None:
@@ -299,6 +318,9 @@ def label_noise_rows(shared: SharedModels) -> list[MethodRow]:
     A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     if shared.split.chain_class_counts is None:
         return []
@@ -336,8 +358,10 @@ def allocation_rows(shared: SharedModels) -> list[MethodRow]:
     without outliers, and BCT. Allocations by data share an old model, and so do those by class. A
     split without chains has no such rows.
 
-    Nothing is trained; each row only describes its runs. The preset's `embedder` must have epochs,
-    or KeyError is raised.
+    Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     if shared.split.chain_class_counts is None:
         return []
@@ -407,6 +431,10 @@ def scenario_rows(shared: SharedModels) -> list[MethodRow]:
     that DEEPER lacks no deeper scenario.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
+        KeyError: the preset's `embedder` lacks a backbone.
     """
     if shared.split.chain_class_counts is None:
         return []
@@ -445,6 +473,9 @@ def growing_data_rows(shared: SharedModels) -> list[MethodRow]:
     every generation. Every training has the preset's epochs.
 
     Nothing is trained; each row only describes its runs.
+
+    Raises:
+        ConfigurationError: a file of the preset in configs/ is missing or invalid.
     """
     place = shared.place
 

@@ -186,6 +186,9 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
         CannotWriteError: the cache cannot be written.
         OSError: a checkpoint cannot be opened, or this user may not list a folder of images.
         NoEncoderError: a release that is read embeds no images.
+        UnfitError: this program cannot use a published release that is read.
+        ValueError: a stored check of images is damaged.
+        AssertionError: a run is no upgrade.
         NotFoundError, UnavailableError: a publication or a backbone of local-dir or hf-hub is
             missing or incomplete, or cannot be read or downloaded.
         NobackfillError: a process that reads images was killed.
@@ -218,7 +221,9 @@ def run_training(run: TrainingRun) -> None:
         NotFoundError: pretrained weights do not exist.
         UnavailableError: pretrained weights cannot be downloaded.
         NoEncoderError: a release of an upgrade embeds no images.
+        UnfitError: this program cannot use a published release of an upgrade.
         ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        ValueError: stats.jsonl or a stored check of images is damaged.
         OSError: a checkpoint, weights or the folder of images cannot be opened.
         NobackfillError: a process that reads images was killed.
     """
@@ -251,7 +256,8 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
         ConfigurationError: a run is unfinished or of another kind, or images cannot be read.
         InvalidInputError: an image cannot be decoded.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
-        ValueError: no tested image shares its class with another one.
+        ValueError: no tested image shares its class with another one, or stats.jsonl of the new
+            model's run is damaged.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         NobackfillError: a process that reads images was killed.
@@ -371,6 +377,7 @@ def run_tasks(planned: Planned, job_count: int, cluster: str | None = None) -> N
             of images.
         ValueError: no tested image shares its class with another one, or label noise is to be made
             from images of a single class.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
     """
     for place, rows in planned:
         prepare_images(place, list(rows))

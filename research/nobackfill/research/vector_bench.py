@@ -126,8 +126,8 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
 
     Returns:
         The arrays in float32; int8 is scaled if the files have its scale. Side-information counts
-        only if training and test items have it. `unit` is set if all new test vectors have norm 1
-        within 0.02.
+        only if training and test items have it. `train.unit_norm` is set if all new test vectors
+        have norm 1 within 0.02.
 
     Raises:
         NotFoundError: a file does not exist.
@@ -327,7 +327,8 @@ def compare_vectors(
     """Fit rivals on frozen vectors, and measure the searches that each of them serves.
 
     A rival that refuses the vectors becomes a row with the reason, and no error. The rows old/old
-    and new/new, searches without a transform, are always there. Nothing is written.
+    and new/new, searches without a transform, are always there. No result is written; trained maps
+    use a temporary folder, and seed torch's default generator.
 
     Args:
         vectors: the vectors.
@@ -343,6 +344,7 @@ def compare_vectors(
         DivergedError: a loss is not finite.
         IndexError: there is no seed.
         ValueError: in a part of the test, no query has another item of its class.
+        CannotWriteError, OSError: the temporary folder of a trained map cannot be written.
     """
     known = list_rivals() if registry is None else registry
     selected = list(known) if names is None else list(names)

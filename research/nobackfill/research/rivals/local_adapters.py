@@ -75,7 +75,8 @@ class LocalAdapters:
     def parameters(self) -> int:
         """The number of fitted values.
 
-        Call `fit` before.
+        Raises:
+            AttributeError: `fit` was not called.
         """
         return int(self._all.size * len(self._maps) + self._centres.size)
 

@@ -42,6 +42,7 @@ class MiniVec2Vec:
 
         Raises:
             ConfigurationError: there are too few vectors.
+            ValueError: a vector is not finite, or the seed is negative.
         """
         if len(train.old) < _LEAST:
             raise ConfigurationError(
@@ -82,7 +83,8 @@ class MiniVec2Vec:
     def parameters(self) -> int:
         """The number of fitted values.
 
-        Call `fit` before.
+        Raises:
+            AttributeError: `fit` was not called.
         """
         return int(self._map.size + self._old_mean.size + self._new_mean.size)
 

@@ -46,6 +46,7 @@ class QueryDrift:
     def parameters(self) -> int:
         """The number of fitted values.
 
-        Call `fit` before.
+        Raises:
+            AttributeError: `fit` was not called.
         """
         return len(self._drift)

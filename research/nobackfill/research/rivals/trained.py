@@ -117,6 +117,7 @@ class TrainedMap:
 
         Raises:
             AttributeError: `fit` was not called.
+            AssertionError: `side` is None, and the method reads it.
         """
         return np.asarray(self._run(vectors, side).embedding.numpy(), np.float32)
 
@@ -127,6 +128,7 @@ class TrainedMap:
 
         Raises:
             AttributeError: `fit` was not called.
+            AssertionError: `side` is None, and the method reads it.
         """
         logarithm = self._run(vectors, side).log_variance
         return None if logarithm is None else np.asarray(logarithm.exp().numpy(), np.float32)
@@ -141,7 +143,8 @@ class TrainedMap:
     def parameters(self) -> int:
         """The number of values of h after `fit`, without the variance head.
 
-        Call `fit` before.
+        Raises:
+            AttributeError: `fit` was not called.
         """
         return sum(part.numel() for part in self._upgrade.h.parameters())
 
