@@ -532,6 +532,7 @@ def fill(
         UnavailableError: the place or the gateway does not answer.
         NotPermittedError: the token may not write to the gallery.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
+        ValueError: the connection of `gateway` was closed.
         ConfigurationError: the place needs pyarrow, which is not installed.
         NobackfillError: any other error of open_bulk_source and Gateway.put_items.
     """
@@ -615,6 +616,7 @@ def fill_by_ray(
         NotPermittedError: the token may not read or write the gallery.
         NobackfillError: any other error of put_pictures and put_texts.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
+        ValueError: the connection of `gateway` was closed.
         NoEncoderError: the release embeds no pictures, or no texts.
         TooLargeError: the texts of a task are too large for one call.
     """

@@ -318,12 +318,14 @@ class PostgresqlGallery(Reads):
             keys_to_remove: keys that are removed first; missing ones are ignored.
 
         Returns:
-            How many items passed, also those that did not change.
+            How many items passed, also those that did not change; for 0 `values_to_set` is not
+            checked.
 
         Raises:
             InvalidInputError: the filter is too large, or the new metadata is invalid; nothing has
                 changed.
             TypeError: a part of the filter is no filter, such as a mapping.
+            AttributeError: a key of `values_to_set` is no text.
             GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
