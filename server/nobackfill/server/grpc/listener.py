@@ -339,7 +339,7 @@ _SILENCE = struct.Struct("52xI")
 
 class ConnectionLimiter:
     """Limit the connections of each peer to one port; a thread closes those that were silent
-    longest.
+    longest, from the construction to `close`.
 
     gRPC's core limits all connections together and ends silent ones, but counts none by peer.
     Sockets are found through /proc; on a system without it this does nothing.
@@ -502,7 +502,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # unt
 
 
 class GrpcListener:
-    """Answer calls from `start` to `stop`."""
+    """Answer calls from `start` to `stop`.
+
+    The construction makes gRPC's server by `make_grpc_server`, with its threads and its errors.
+    """
 
     def __init__(
         self, add_services: Callable[[grpc.Server], None], interceptor: Interceptor,

@@ -148,6 +148,10 @@ class Lane:
             size: its size.
             limits_callers: callers can be told apart, so each gets its share only, at least one
                 place, and each role has its reserve. Otherwise any caller may take all places.
+
+        Raises:
+            ValueError: the size has less than one thread.
+            RuntimeError: the system has no thread left.
         """
         self.name = name
         self.size = size
@@ -290,6 +294,9 @@ class Lanes:
                 limits callers, by their address.
             is_plain_server: each stream holds a thread, also a watch, so that lanes of streams have
                 as many places as threads.
+
+        Raises:
+            RuntimeError: the system has no thread left; lanes that were started stay.
         """
         calls = LaneSize(_THREADS, max_calls)
         sizes = {
@@ -1183,6 +1190,9 @@ class Interceptor(grpc.ServerInterceptor):
                 by default.
             tracing: takes the spans of calls; None means no traces.
             is_plain_server: a plain `grpc.server` serves, not that of loop.py.
+
+        Raises:
+            RuntimeError: the system has no thread left; threads that were started stay.
         """
         self.is_plain_server = is_plain_server
         self.max_calls = max_calls

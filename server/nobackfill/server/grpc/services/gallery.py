@@ -175,6 +175,9 @@ def source_message(source: HealingSource, *, includes_address: bool) -> gallery_
     Args:
         source: the source.
         includes_address: include the address, for callers that may see it; otherwise it is empty.
+
+    Raises:
+        TypeError: a limit other than the seconds is a float.
     """
     message = gallery_pb2.ItemSource(
         address=source.address if includes_address else "",
