@@ -436,7 +436,7 @@ class Database:
     def close(self) -> None:
         """Close all connections; a second call does nothing.
 
-        Those in use are closed when their reads and writes end. Later reads and writes raise
+        A connection in use is closed when its read or write ends. Later reads and writes raise
         UnavailableError. A closed pool cannot be opened again.
         """
         self._reads.close()
