@@ -14,13 +14,12 @@ from bench.adoption.curves import (
     curve_rows,
     same_class_relevance,
 )
-from bench.adoption.texts import EmbeddedDocuments, write_pairs
+from bench.adoption.texts import EmbeddedDocuments
 from bench.adoption.trial import Trial
 from bench.adoption.valley import class_valley_rows
 from nobackfill.adopt.judgement import query_item_distances
 from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.metrics.retrieval import search_and_score
-from nobackfill.research.vector_bench import read_vectors
 from tests.adopt.made import kinds
 
 PAIRS, REST = 120, 140
@@ -102,17 +101,6 @@ def test_a_sample_is_set_beside_chance(trial: Trial) -> None:
         random, spread, gain = (float(str(row[name])) for name in ("random", "sample", "gain"))
         assert 0 < random < 100
         assert gain == pytest.approx(spread - random)
-
-
-def test_vectors_of_texts_are_a_file_of_the_bench_of_maps(trial: Trial, tmp_path: Path) -> None:
-    write_pairs(trial.old, trial.new, 60, tmp_path / "texts.npz")
-    vectors = read_vectors([tmp_path / "texts.npz"])
-    for name in ("old", "new"):
-        bodies = getattr(trial, name).bodies
-        assert np.array_equal(getattr(vectors, name), bodies[:60])
-        assert np.array_equal(getattr(vectors.train, name), bodies[60:])
-    assert vectors.labels is None and vectors.side is None
-    assert [path.name for path in tmp_path.iterdir()] == ["texts.npz"]
 
 
 @pytest.mark.long

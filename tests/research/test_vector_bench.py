@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bench.adoption.texts import EmbeddedDocuments, write_pairs
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
 from nobackfill.research.rivals.rival import Floats, TrainingVectors, UncertainRival
@@ -331,3 +332,16 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
         assert told.command.endswith(f"--methods fct --width {width}")
         sizes.append(told.rows["fct"].parameters)
     assert sizes[0] < sizes[1]
+
+
+def test_vectors_of_texts_are_a_file_of_the_bench(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bodies = {name: normalise(rng.normal(size=(200, 8)).astype(np.float32)) for name in "on"}
+    old, new = (EmbeddedDocuments(bodies[name], bodies[name]) for name in "on")
+    write_pairs(old, new, 60, tmp_path / "texts.npz")
+    vectors = read_vectors([tmp_path / "texts.npz"])
+    for name in ("old", "new"):
+        assert np.array_equal(getattr(vectors, name), bodies[name[0]][:60])
+        assert np.array_equal(getattr(vectors.train, name), bodies[name[0]][60:])
+    assert vectors.labels is None and vectors.side is None
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.npz"]
