@@ -135,6 +135,7 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
             another shape than its partners, is not finite, or has two candidates. Labels are no
             whole numbers, or a scale does not fit. Or there is no training item, or fewer than two
             test items.
+        EOFError, zlib.error, TypeError: a file is empty, has damaged compressed data, or is a .npy.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for path in paths:

@@ -36,15 +36,15 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
     Args:
         old: float32 [n, a], vectors of the old model; not all may be equal, or the result is NaN.
             With n from 2 to 4 no pair is held out, and the last layer is zero.
-        new: float32 [n, b], vectors of the new model, the targets. If all are equal, the last layer
-            is zero.
+        new: float32 [n, b], vectors of the new model, the targets. If all are equal, or one has a
+            value of NaN, the last layer is zero.
         straight: float32 [n, b], outputs of the affine map.
 
     Returns:
         float32 weight [out, in] and bias [out] of each of three layers, with ReLU between layers.
 
     Raises:
-        RuntimeError: `old` has a value of NaN or infinity, or one row.
+        RuntimeError: `old` has a value of NaN or infinity, or fewer than two rows.
     """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))

@@ -183,6 +183,10 @@ def one_sided_nt_xent(anchor: Tensor, views: Tensor, temperature: float) -> Tens
 
     Returns:
         A scalar.
+
+    Raises:
+        IndexError: there are more anchors than views; more views than anchors are allowed.
+        RuntimeError: the two have other dimensions.
     """
     similarity = F.normalize(anchor.float()) @ F.normalize(views.float()).t() / temperature
     return F.cross_entropy(similarity, torch.arange(len(anchor), device=anchor.device))

@@ -161,6 +161,9 @@ def protocol_criteria_table(criteria: Mapping[str, Mapping[str, Judgement]]) -> 
 
     Args:
         criteria: as in `ProtocolReport`.
+
+    Raises:
+        KeyError: the criteria of a figure lack one of the columns.
     """
     keys = ("update_gain", "upgrade_gain", "degradation")
     titles = (_SHARES[key].replace("-\n", "").replace("\n", " ") for key in keys)

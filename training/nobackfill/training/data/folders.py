@@ -84,6 +84,7 @@ def drop_unreadable_images(
         InvalidInputError: a class has no readable image, or a file does not exist.
         CannotWriteError: the cache cannot be written.
         ValueError: the stored result is no JSON, because the cache was changed.
+        OSError: the stored result cannot be opened.
     """
     note = cache_folder / f"unreadable-{listing_digest(listing)[:32]}.json"
     if note.is_file():

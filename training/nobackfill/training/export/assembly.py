@@ -2,7 +2,8 @@
 
 A run records the digests of the models that it was trained with, and a manifest's recipe the digest
 of its checkpoint. An upgrade thereby finds its source release, and wrong pairs are refused.
-Evaluation images are compared by content: `unseen` leaves out those that a run was trained on.
+Evaluation images are compared by content: `leave_out_training_images` leaves out those that a run
+was trained on.
 """
 
 import sys

@@ -247,7 +247,8 @@ class ReleaseDraft:
 
         Raises:
             KeyError: its file was not added.
-            OSError: the int8 file cannot be written.
+            OSError: its file does not exist, or the int8 file cannot be written.
+            DecodeError: its file is no ONNX; it is protobuf's.
         """
         path = upgrade_path(source.release, self.number)
         int8 = upgrade_int8_path(source.release, self.number)

@@ -48,7 +48,7 @@ def export_transformer(folder: Path, out: Path, tasks: Sequence[str]) -> None:
     """Export the Transformer that texts of some tasks pass, and encode TEXTS by the whole model.
 
     No code of the folder is run, and only safetensors are read for the Transformer. Numbers are
-    float32. Files get the mode 0600.
+    float32. Run as a command, this module gives files the mode 0600.
 
     Args:
         folder: The model's folder. Nothing is downloaded.
@@ -58,6 +58,9 @@ def export_transformer(folder: Path, out: Path, tasks: Sequence[str]) -> None:
 
     Raises:
         ValueError: The tasks pass several Transformers, or none.
+        KeyError: A task is neither `document` nor `query`.
+        ImportError: sentence-transformers is not installed.
+        OSError: A file cannot be written to `out`.
         Exception: The library cannot load the folder, or torch cannot export the model.
     """
     from sentence_transformers import SentenceTransformer

@@ -308,7 +308,7 @@ def open_sources(config: UpgradeConfig) -> FrozenSources:
         UnavailableError: a publication, or the description of a public backbone, cannot be read.
         UnfitError: this program cannot use a published release.
         CannotWriteError: the folder for temporary files has no room to verify a publication.
-        OSError: a checkpoint exists, but cannot be opened.
+        OSError: a checkpoint exists, but cannot be opened, or no temporary folder can be made.
     """
     old = vector_files = old_side = None
     if isinstance(config.old, StoredVectorFiles):

@@ -235,6 +235,9 @@ class AdaptedObjective(CompatibleObjective):
 
         `influence` and `cosine` are means over the batch, times the options `weight` and `cosine`.
         Before `start_from` it raises AssertionError.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
         """
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
         distances = cosine_regression_loss(

@@ -41,6 +41,9 @@ class LwfObjective(CompatibleObjective):
         """Return the term `soft_labels`; 0 for a batch of classes that the old model knows.
 
         The losses of images of new classes are added, and divided by the size of the whole batch.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
         """
         loss = new_class_distillation(self, embedding, pixels, labels)
         return {"soft_labels": self.options.weight * loss}
@@ -50,7 +53,11 @@ class RegressObjective(CompatibleObjective):
     """UniBCT Eq. 11 on all of T_new."""
 
     def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `regress`, the mean over the batch; labels are not used."""
+        """Return the term `regress`, the mean over the batch; labels are not used.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
+        """
         losses = regression_loss(self.cut_to_old_dim(embedding), self.old_embedding(pixels))
         return {"regress": self.options.weight * losses.mean()}
 
@@ -102,7 +109,11 @@ class FocalObjective(CompatibleObjective):
         extend_old_classifier(self, inputs)
 
     def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `focal_distillation`, the mean over the batch, on all classes."""
+        """Return the term `focal_distillation`, the mean over the batch, on all classes.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
+        """
         losses = focal_distillation_loss(
             self.old_classifier.logits(embedding),
             self.old_classifier.logits(self.old_embedding(pixels)),

@@ -20,7 +20,11 @@ class BctObjective(CompatibleObjective):
     """BCT Eq. 8 with T_BCT = T_old."""
 
     def compatibility_terms(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `influence`, the second term of Eq. 8 times the option `weight`."""
+        """Return the term `influence`, the second term of Eq. 8 times the option `weight`.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
+        """
         return {"influence": self.options.weight * self.influence_loss(embedding, labels)}
 
     def influence_loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
@@ -83,6 +87,9 @@ def new_class_distillation(
 
     Returns:
         The sum of their losses divided by the size of the batch, a scalar; 0 without such images.
+
+    Raises:
+        ConfigurationError: an embedding has fewer elements than an old one.
     """
     unknown = objective.known_labels[labels] < 0
     new_logits = objective.old_classifier.logits(embedding[unknown])

@@ -22,6 +22,10 @@ class KlObjective(ForwardObjective):
 
         The term is still named `distance`. Labels are not read. Without rows the term is NaN.
         `divergence` decides whether the target gets a gradient.
+
+        Raises:
+            KeyError: the view lacks `new`, or `new_side` if g exists.
+            ConfigurationError: outputs have fewer dimensions than the new model's classifier.
         """
         terms = super().distance_terms(upgraded, view)
         predicted = self.classifier.logits(upgraded.embedding)

@@ -173,6 +173,9 @@ class FctObjective(Objective):
         Torch's default generator draws. The batch has the features `old`, `new` and, where they are
         used, `side` and `new_side`, [b,v,d], and `labels` int64 [b]. In training mode BatchNorm
         needs at least two rows, or raises ValueError.
+
+        Raises:
+            KeyError: the batch lacks `old`, `labels` or a feature of `distance_terms`.
         """
         view = draw_view(batch, self.labelled_views, draws_two=self.both_views)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
@@ -186,6 +189,9 @@ class FctObjective(Objective):
         Args:
             upgraded: the outputs of h and g.
             view: features and labels by name, as of `draw_view`.
+
+        Raises:
+            KeyError: the view lacks `new`, or `new_side` if g exists.
         """
         terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
         if upgraded.side is not None:

@@ -306,6 +306,7 @@ class ResidualObjective(FastFillObjective):
         Raises:
             KeyError: the view lacks `new`, or `labels` that a term needs.
             ConfigurationError: outputs have fewer dimensions than the new model's classifier.
+            IndexError: a label is no class of the training, and the classification has a weight.
         """
         terms = super().distance_terms(upgraded, view)
         options = self.options
@@ -342,7 +343,8 @@ class ResidualObjective(FastFillObjective):
     def adjust_upgrade(self) -> None:
         """Distil the networks and scale the result, by the options `distilled` and `share`.
 
-        `finish` calls it once.
+        `finish` calls it once. Distilling trains for as many epochs again, and draws from torch's
+        default generator.
         """
         if self.options.distilled:
             self._distil()

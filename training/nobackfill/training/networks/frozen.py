@@ -414,6 +414,7 @@ def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenE
         NotFoundError: the publication is incomplete.
         UnavailableError: the folder cannot be read.
         CannotWriteError: the folder for temporary files has no room for the trusted state.
+        OSError: no temporary folder can be made.
     """
     manifest = find_published_manifest(
         source.release, read_publication(source.model_repo).manifests

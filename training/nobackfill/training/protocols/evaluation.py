@@ -122,7 +122,8 @@ def evaluate_protocol(
     """Embed the images of a protocol by published releases, and measure its figures for each cell.
 
     Images are embedded once for each release, and cells are measured in their order. Query images
-    that are cut out are written to a temporary folder, which is removed.
+    that are cut out are written to a temporary folder, which is removed. A cell of an older gallery
+    has criteria only if the own cells of both releases, such as 1/1 and 2/2, are among `cells`.
 
     Args:
         name: the protocol.
@@ -145,7 +146,8 @@ def evaluate_protocol(
         VerificationError: a file of a release is damaged, or a model returns unusable vectors.
         NoEncoderError: a release of a cell embeds no images.
         ValueError: a rate is out of range, or the first elements of a longer query are all zero.
-        PermissionError: this user may not read a folder of market1501 or vggface2.
+        OSError: no temporary folder can be made. PermissionError: this user may not read a folder
+            of market1501 or vggface2.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:
@@ -198,6 +200,9 @@ def figure_criteria(
         By figure: `compatible` (BCT Eq. 2), `update_gain` (BCT Eq. 9), `upgrade_gain` (DMU Eq. 6)
         and `degradation` (DMU Eq. 7); None where one is not defined, such as without `independent`
         or if it divides by 0.
+
+    Raises:
+        KeyError: `old`, `new` or `independent` lacks a figure of `served`.
     """
     criteria: dict[str, Judgement] = {}
     for name, value in served.items():
