@@ -158,6 +158,7 @@ class MapVectorComputer:
         Threads may call it at the same time.
 
         Args:
+            rows: Rows with old vectors [n, a]; they are not changed.
             window: Ignored.
 
         Returns:
@@ -250,6 +251,7 @@ def carry(
         ConfigurationError: The process was forked after the source was opened (LanceDB), or the
             file is read-only (sqlite-vec).
         Exception: Any other error of `computer`, and any of `progress`.
+        OSError: The name of the target is too long for a folder of Parquet files.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.flip_obstacles(target)):

@@ -114,6 +114,9 @@ def fit_and_judge(
     It may take minutes and much memory: pairs, queries and maps are held at once. To estimate times
     some stores migrate items in a temporary folder.
 
+    The trusted root and the files of a converter go into this user's state folder. The first
+    publication makes signing keys in FOLDER.keys.
+
     Args:
         old: Address of the store with the old vectors.
         new: Address of the new model's vectors of some of these items, with the same ids. Items

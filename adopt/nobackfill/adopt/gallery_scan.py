@@ -354,6 +354,9 @@ class NativeNearnessPredictor:
 
         Args:
             left_out: Bool [n] of items to leave out; None for all items.
+
+        Raises:
+            ValueError: `left_out` has another length.
         """
         usable = self._usable if left_out is None else self._usable & ~left_out
         bins, residual = self._bins[usable], self._residual[usable]

@@ -466,7 +466,9 @@ class FileSource(Source, Protocol):
 
         Raises:
             NotFoundError: There are none, in a source of Parquet files.
-            InvalidInputError: There are none, in a folder of arrays; or they cannot be read.
+            InvalidInputError: There are none, in a folder of arrays; or they cannot be read. The
+                name is no plain file name.
+            OSError: The name is too long for a folder, in a source of Parquet files.
         """
 
 
@@ -545,6 +547,7 @@ class MemorySource:
             InvalidInputError: The name is no plain file name, or the record of an earlier run
                 cannot be read.
             CannotWriteError: The folder cannot be written.
+            OSError: The name is too long for a folder, in a source of Parquet files.
         """
         return self._source.open_target(target)
 
@@ -558,7 +561,7 @@ class MemorySource:
             InvalidInputError: The name is no plain file name, or the record of an earlier run
                 cannot be read.
             CannotWriteError: A file cannot be deleted.
-            OSError: A folder of new vectors cannot be listed.
+            OSError: A folder of new vectors cannot be listed, or the name is too long for one.
         """
         return self._source.drop_new_vectors(name)
 
@@ -582,6 +585,7 @@ class MemorySource:
                 NaN or repeat an id. The name is no plain file name.
             IncompatibleSpaceError: Files of the new vectors record different models.
             ValueError: The query has another dimension.
+            OSError: The name is too long for a folder, in a source of Parquet files.
         """
         if new_name is not None and new_name not in self._searched:
             assert isinstance(self._source, FileSource)

@@ -69,6 +69,9 @@ class Record:
 
         Returns:
             The digest of the item, then the sketch of the vector.
+
+        Raises:
+            TypeError, RecursionError: The item has no digest; see `digest`.
         """
         return self.digest + sketch_vector(vector)
 

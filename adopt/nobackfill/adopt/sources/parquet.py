@@ -203,8 +203,8 @@ class ParquetSource:
 
         Raises:
             InvalidInputError: A row with a vector has no key, dimensions differ, the column of
-                vectors cannot be chosen, the file is damaged, or it lacks a column of the first
-                file.
+                vectors cannot be chosen, the file is damaged, it lacks a column of the first file,
+                or the window is none of `windows`, such as `Window()`.
         """
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
@@ -214,7 +214,8 @@ class ParquetSource:
         Rows without a vector are there, so match with `read` by the key.
 
         Raises:
-            InvalidInputError: There is no such column, or the file is damaged or lacks it.
+            InvalidInputError: There is no such column, the file is damaged or lacks it, or the
+                window is none of `windows`.
         """
         if name not in self._schema.names:
             raise InvalidInputError(
@@ -292,6 +293,7 @@ class ParquetSource:
             InvalidInputError: The name is no plain file name. The record of an earlier run cannot
                 be read.
             CannotWriteError: The folder cannot be written.
+            OSError: The name is too long for a folder.
         """
         folder = self._folder(target.name)
         mark = {"map": target.computer_digest, "dim": target.dim, "of": self._of}
@@ -317,6 +319,7 @@ class ParquetSource:
         Raises:
             NotFoundError: There are none.
             InvalidInputError: A file cannot be read. The name is no plain file name.
+            OSError: The name is too long for a folder.
         """
         return ParquetSource(self._folder(name), self._key, name)
 
@@ -332,7 +335,7 @@ class ParquetSource:
             InvalidInputError: The name is no plain file name, or the record of an earlier run
                 cannot be read.
             CannotWriteError: A file cannot be deleted.
-            OSError: The folder cannot be listed.
+            OSError: The folder cannot be listed, or the name is too long for one.
         """
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
@@ -568,6 +571,9 @@ def table_to_parquet(table: Any) -> bytes:
     """Encode a table of pyarrow, with its metadata, as the bytes of a Parquet file.
 
     Nothing is written to a file. The table has at least one column.
+
+    Raises:
+        pyarrow.ArrowException: Parquet has no form for the type of a column.
     """
     buffer = io.BytesIO()
     pq.write_table(table, buffer)

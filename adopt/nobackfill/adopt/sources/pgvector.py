@@ -748,7 +748,8 @@ class PgvectorSource:
         return self._table.read_computer_digest(column)
 
     def flip_digest(self) -> str | None:
-        """Return the digest of the transform that computed the vectors, from the column's comment.
+        """Return the digest of the map or model that computed the vectors, from the column's
+        comment.
 
         None if no flip put them there.
 

@@ -1155,6 +1155,9 @@ def estimate_index_seconds(
         None where it is unknown: the graph does not fit, the old column has several indexes or one
         that is no HNSW with default settings, or PostgreSQL refuses a statement, as without the
         right to create temporary tables.
+
+    Raises:
+        KeyError: The table lacks the column of the old vectors.
     """
     count, dim = vectors.shape
     with suppress(NobackfillError):

@@ -62,6 +62,8 @@ class ThreadConnections:
         """Hold the lock while the process forks, so that the child gets a consistent state.
 
         It waits until no other thread looks up a connection.
+
+        A second call without `after_fork` between them waits for ever.
         """
         self._lock.acquire()
 

@@ -441,6 +441,8 @@ class Source(Protocol):
 
         The errors come when a window is requested.
 
+        In Parquet files only these windows can be read.
+
         Args:
             rows_per_window: At least 1.
 
@@ -496,6 +498,7 @@ class Source(Protocol):
             NotFoundError: The table or the collection was deleted.
             ConfigurationError: The process was forked after the opening (LanceDB), or the file is
                 read-only (sqlite-vec).
+            OSError: The name is too long for a folder, in a source of Parquet files.
         """
 
     def drop_new_vectors(self, name: str) -> bool:
@@ -514,6 +517,7 @@ class Source(Protocol):
             NotFoundError: The table or the collection was deleted.
             ConfigurationError: The process was forked after the opening (LanceDB), or the file is
                 read-only (sqlite-vec).
+            OSError: A folder of Parquet files cannot be listed, or the name is too long for one.
         """
 
 
@@ -769,7 +773,7 @@ class Searchable(Source, Protocol):
 
         Args:
             vector: The query, float32 [dim].
-            count: Largest number of hits.
+            count: Largest number of hits, at least 1.
             new_name: Name of the new vectors to search; None for the old ones.
 
         Returns:
