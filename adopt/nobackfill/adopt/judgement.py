@@ -116,8 +116,8 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
         same distance as the item to find counts as nearer.
 
     Raises:
-        ValueError: There are no items.
-        IndexError: A query has a gallery row that does not exist.
+        IndexError: There are no items, or a query has a gallery row that does not exist; for known
+            items the function raises it.
     """
     rows = np.arange(len(queries.gallery_rows))
 

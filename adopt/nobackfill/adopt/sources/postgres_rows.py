@@ -219,7 +219,7 @@ def encode_update_passes(versions: Sequence[object], vectors: Vectors) -> Iterat
         form, without header and trailer. Nothing without rows.
 
     Raises:
-        ValueError: A version has another length.
+        ValueError: A version has fewer than 6 bytes; other lengths are not checked.
         IndexError: There are fewer vectors than versions.
     """
     known = [one for one in versions if isinstance(one, bytes)]
