@@ -490,7 +490,8 @@ def lock_file(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
         timeout_s: How long to wait for another holder, in seconds; 0 tries once.
 
     Raises:
-        BusyError: Another holder has it for longer than the timeout.
+        BusyError: Another holder has it for longer than the timeout, or `path` is a link into a
+            missing folder.
         CannotWriteError: The file or its folder cannot be made, or the file system has no locks
             (flock).
     """

@@ -56,6 +56,7 @@ def run_command(module: str, extra: str) -> None:
     Raises:
         ModuleNotFoundError: A module of nobackfill itself is missing.
         SystemExit: The command ends with an exit code.
+        Exception: Any other error of the command.
     """
     try:
         with require_extra(extra):

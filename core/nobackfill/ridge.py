@@ -74,6 +74,7 @@ class Moments:
 
         Raises:
             ValueError: Rows that are no pairs, NaN or infinity, or fewer than 2 pairs.
+            Exception: Any error of `blocks`.
         """
         moments = cls()
         for x, y in blocks:

@@ -134,7 +134,10 @@ class BagTokenizer:
         """Truncate texts after other tokens than the file says.
 
         Args:
-            max_tokens: Tokens of a text, at least 1; None: no limit.
+            max_tokens: Tokens of a text, at least 1; 0 leaves none. None: no limit.
+
+        Raises:
+            OverflowError: It is negative.
         """
         if max_tokens is None:
             self._tokenizer.no_truncation()

@@ -386,7 +386,11 @@ def read_verified_file(files: Files, file: File) -> bytes:
 
 
 class Session:
-    """An onnxruntime session on verified bytes; raises errors of this project."""
+    """An onnxruntime session on verified bytes; raises errors of this project.
+
+    Raises:
+        VerificationError: onnxruntime cannot load the model.
+    """
 
     def __init__(self, path: str, data: bytes, threads: int) -> None:
         from nobackfill.onnx_runtime import denormals_as_zero, state

@@ -54,8 +54,8 @@ class Comparison:
         new_manifest: The new release.
         route: Releases of the route; empty if the old vectors are searched directly.
         pictures: The pictures.
-        cells: Figures by query/gallery, such as new/served, with each picture's HITS nearest
-            others. new/old is missing if the dimensions differ.
+        cells: Figures by query/gallery, such as new/served, with each picture's SHOWN_HITS
+            nearest others. new/old is missing if the dimensions differ.
         old_vectors: [n, old dim].
         served_vectors: [n, served dim].
         new_vectors: [n, new dim].

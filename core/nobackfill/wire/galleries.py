@@ -491,6 +491,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
+            AttributeError: A text is no str; earlier pieces stay stored.
         """
         return self._put_each(gallery, texts, metadata, "text", check_text)
 

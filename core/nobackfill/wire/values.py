@@ -237,6 +237,7 @@ def expression_message(condition: Filter) -> types.Expression:
             key has half a surrogate pair.
         InvalidInputError: `fill_value` refuses a value of a OneOf.
         TypeError: A bound of a Range is no number, or a key is no text.
+        google.protobuf.message.DecodeError: All and AnyOf are nested in about 50 levels or more.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

@@ -342,6 +342,9 @@ def make_next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Sig
 
     Returns:
         The metadata as JSON, with the next version.
+
+    Raises:
+        KeyError: `root` lacks a role of `keys`.
     """
     following = Root.from_dict(root.to_dict())
     following.version += 1

@@ -54,7 +54,7 @@ def pool_tokens(token_vectors: Vectors, mask: Any, modes: Sequence[PoolingMode])
         float32 [n, dim * number of modes].
 
     Raises:
-        ValueError: No mode.
+        ValueError: No mode, or the shapes of vectors and mask do not fit.
     """
     weights = mask[..., None].astype(np.float32)
     last = mask.sum(1) - 1

@@ -225,8 +225,8 @@ class TextFolder:
 def is_model2vec(folder: Path) -> bool:
     """Tell whether model2vec saved a folder, rather than sentence-transformers.
 
-    model2vec writes modules.json, too. Only the header of the weights is read. A folder without
-    weights, config.json or tokenizer.json is none of model2vec's.
+    model2vec writes modules.json, too. Only the header of the weights is read. Without weights,
+    config.json or tokenizer.json the answer is no.
 
     Raises:
         InvalidInputError: The weights cannot be read, or are no file of safetensors.
