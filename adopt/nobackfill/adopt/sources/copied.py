@@ -357,9 +357,6 @@ class CollectionStore(Protocol):
 class CopiedSource:
     """The Source of a collection whose new vectors go into a second collection of its store.
 
-    Every method may also raise the errors of a Collection. A method names one of them only where it
-    has a further reason.
-
     Args:
         store: The store.
         name: Name of the collection.
