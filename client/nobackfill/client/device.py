@@ -45,7 +45,8 @@ class Device(GalleryFile):
 
         Also creates a file of 2 MiB next to the gallery, from which `gc` takes space on a full
         disk. After an error there is no gallery; downloads stay, and the next call continues them.
-        It blocks until the downloads and the trial of the models have ended.
+        It blocks until the downloads and the trial of the models have ended. A missing folder of
+        `path` is made.
 
         Args:
             path: the gallery file to make.
@@ -213,7 +214,8 @@ class Device(GalleryFile):
             NotFoundError: the active release is not installed, or the gallery was closed.
             CannotWriteError: the file cannot be opened, or the disk fails.
             ValueError: `embeddings` has values that are no numbers.
-            TypeError: `embeddings` has values of another type than numbers, such as a mapping.
+            TypeError: `embeddings` has values of another type than numbers, such as a mapping; or
+                `where` is no filter, or a value in it is None or a list.
         """
         from nobackfill.client.search import Search
 
@@ -274,8 +276,8 @@ class Device(GalleryFile):
             IncompatibleSpaceError: the space that was active at the start was dropped during the
                 iteration.
             CannotWriteError: the file cannot be opened, or the disk fails.
-            NotFoundError: the gallery was closed.
-            OSError: a file that was read without a lock is gone.
+            NotFoundError: the gallery was closed, or its file is gone.
+            TypeError: `where` is no filter, or a value in it is None or a list.
         """
         from nobackfill.gallery.listing import read_items_page
 
@@ -309,8 +311,8 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
-            NotFoundError: the gallery was closed.
-            OSError: a file that was read without a lock is gone.
+            NotFoundError: the gallery was closed, or its file is gone.
+            TypeError: `where` is no filter, or a value in it is None or a list.
         """
         passing = self._passing(where)
         return self.store.count() if passing is None else len(passing)

@@ -163,6 +163,7 @@ class GalleryFile:
             VerificationError: the file is damaged, is no gallery, or has a newer format.
             BusyError: another process has the file for itself, for 5 seconds.
             CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
+            OSError: this user may not look into the folder.
         """
         path = Path(path)
         if not path.is_file():

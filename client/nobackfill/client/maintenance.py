@@ -351,6 +351,7 @@ def rescue(path: Path, target: Path) -> dict[str, Any]:
         BusyError: another process has the gallery open; only an exclusive holder is waited for, 5
             seconds.
         CannotWriteError: the disk is full or read-only, or the damaged file cannot be read.
+        OSError: this user may not look into the folder of `path` or `target`.
     """
     if not path.is_file():
         raise NotFoundError(

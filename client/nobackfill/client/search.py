@@ -132,6 +132,7 @@ class Search:
             VerificationError: the gallery file, a vector or the manifest is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            TypeError: `where` is no filter, or a value in it is None or a list.
         """
         self._device = device
         self.spec, labels, vectors = self._load(spec)
@@ -165,7 +166,8 @@ class Search:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
-            NotFoundError: the gallery was closed.
+            NotFoundError: the gallery was closed, or its file is gone.
+            TypeError: `where` is no filter, or a value in it is None or a list.
         """
         other = copy.copy(self)
         other._passing = self._filter(where)

@@ -93,6 +93,7 @@ def normalise_source(source: str) -> str:
 
     Raises:
         ConfigurationError: the folder does not exist, or the scheme is unknown.
+        OSError: this user may not look into the folder.
     """
     if is_gateway_address(source) or source.startswith(("http://", "https://")):
         return source
@@ -590,6 +591,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, max_images: int, output: O
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
+        OSError: the part of an earlier download from the vault cannot be read.
     """
     if max_images <= 0:
         return 0
@@ -634,6 +636,7 @@ def re_embed_items(
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
+        OSError: the part of an earlier download from the vault cannot be read.
     """
     # Imported here: most syncs need neither gRPC nor age.
     from nobackfill.client.vault.transfer import VaultReader
@@ -749,6 +752,7 @@ def migrate(
         NotFoundError: the gallery was closed.
         IncompatibleSpaceError: a source space of the plan was dropped since it was made.
         InvalidInputError: the target's space exists with another dimension, metric or side space.
+        OSError: the part of an earlier download from the vault cannot be read.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
@@ -1152,7 +1156,8 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer; finished downloads stay.
         CannotWriteError: the disk is full or read-only.
-        OSError: a file of the models folder cannot be read.
+        OSError: a file of the models folder cannot be read, or this user may not look into the
+            folder of `source`.
     """
     source = normalise_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):

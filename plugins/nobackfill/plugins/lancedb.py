@@ -303,7 +303,7 @@ class LanceSource:
             return int(self.table.count_rows(self._and_where(present)))
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
-        """Divide all keys into windows of `to_rows` rows; all keys are read at the first window.
+        """Divide all keys into windows of `rows_per_window` rows; read all keys at the first one.
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
         window. Rows that are added before the last window's lower end lie in the earlier windows.
@@ -543,6 +543,8 @@ class LanceSource:
             InvalidInputError: LanceDB refuses this, also because a file cannot be read.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
+            OSError: The temporary files cannot be written.
+            Exception: Any error of `trial.carry_seconds`.
         """
         # Other columns stay where they are: a migration does not read or write them.
         rows = self.read_window(next(self.windows(_TRIAL_ROWS)), self.vector)

@@ -363,7 +363,7 @@ class QdrantSource:
         return self.count_vectors(self.vector)
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
-        """Divide all ids into windows of `read_rows` points.
+        """Divide all ids into windows of `rows_per_window` points.
 
         The last window has no upper end, so that it includes new points. An empty collection gives
         one window. Each window is asked for when it is taken. Numbers come before UUIDs. The first

@@ -896,6 +896,8 @@ class SqliteVecSource:
         Raises:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a full disk.
+            OSError: The temporary files cannot be written.
+            Exception: Any error of `trial.carry_seconds`.
         """
         table = self._table
         with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
@@ -961,15 +963,17 @@ class SqliteVecSource:
     def open_target(self, target: Target) -> "NewVecTable":
         """Create the table of the new vectors, or open it if this map created it before.
 
-        All is created in one transaction. An existing table of this map is not changed, and its
-        dimension is not checked.
+        All is created in one transaction, also the tables nobackfill_copies and nobackfill_items;
+        those of an earlier version get their present form. An existing table of this map is not
+        changed, and its dimension is not checked.
 
         Args:
             target: The table's name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: Another table has the name, or new vectors of another condition. An
-                earlier version made the table, and noted keys of text as numbers.
+            AlreadyExistsError: Another table has the name, also this map's table after a flip to
+                it, or new vectors of another condition. An earlier version made the table, and
+                noted keys of text as numbers.
             InvalidInputError: The name is not allowed, or this table holds the vectors of this map
                 already; or SQLite reports another error.
             ConfigurationError: The file is read-only.

@@ -120,10 +120,12 @@ class Dual:
 
         Raises:
             IncompatibleSpaceError: `joining` was fitted for another map.
-            InvalidInputError: no rank fusion exists for the store's metric.
+            InvalidInputError: no rank fusion exists for the store's metric, or the store refuses
+                the call.
             UnavailableError, NotPermittedError, NotFoundError: the store's facts cannot be read.
                 After an error, `natives` and `reembedder` stay open.
             BusyError: others hold the store, or its server has too many requests.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         judging_metric(source.facts())
         if joining.map_digest != mapping.digest:
@@ -154,7 +156,7 @@ class Dual:
             source: the store with the old vectors.
             mapping: the map's file, `--out` of `fit`.
             joining: the joining's file, `--joining` of the same `fit`.
-            natives: the file of native vectors; made if it is missing.
+            natives: the file of native vectors; made, with its folder, if it is missing.
             embedder: the new model, for items.
             items: where to read items; None: hits are never re-embedded, and `limits` is ignored.
             limits: bounds of re-embedding; None: the defaults of ReembeddingLimits.
@@ -172,6 +174,7 @@ class Dual:
             NotFoundError, BusyError, CannotWriteError, DamagedError: a file is missing, or the file
                 of native vectors is locked, cannot be written or is damaged. After each error, no
                 file stays open.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         new_map = load_map(mapping)
         check_same_model(
@@ -226,13 +229,18 @@ class Dual:
 
         Raises:
             InvalidInputError: a vector has another dimension, is neither float32 nor float64, or is
-                not finite, `k` is out of range, or the table was changed.
+                not finite, `k` is out of range, or the table was changed or refuses the search.
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
                 used. BusyError also: others hold the store, or its server has too many requests.
-            ConfigurationError: the process was forked after the re-embedder was opened.
-            NotFoundError: the store has no new vectors of the name `carried`.
+            ConfigurationError: the process was forked after the re-embedder, LanceDB or Milvus was
+                opened.
+            NotFoundError: the store has no new vectors of the name `carried`, or its table or
+                collection was deleted.
             ValueError: a query has more than one row; an empty store gives no hits instead.
+            IndexError: a query has no row.
+            UnusableRowsError: as an InvalidInputError: a query is not finite, or has a norm above
+                1e15.
         """
         if not 1 <= k <= CANDIDATES_PER_SEARCH:
             raise InvalidInputError(
@@ -313,8 +321,11 @@ class Dual:
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
-                used.
-            ConfigurationError: the process was forked after the re-embedder was opened.
+                used. BusyError also: others hold the store.
+            ConfigurationError: the process was forked after the re-embedder, LanceDB or Milvus was
+                opened.
+            NotFoundError, InvalidInputError: the table or the collection was deleted, or refuses
+                the call.
         """
         if self._reembedder is None or count < 1:
             return 0
@@ -372,6 +383,10 @@ class Dual:
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
+                BusyError also: others hold the store.
+            NotFoundError, InvalidInputError: the table or the collection was deleted, or refuses
+                the call.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         removed, last_id = 0, ""
         while page := self._natives.list_ids(last_id, _WINDOW):
@@ -391,6 +406,10 @@ class Dual:
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
+                BusyError also: others hold the store.
+            NotFoundError, InvalidInputError: the table or the collection was deleted, or refuses
+                the call.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         reembedder = self._reembedder
         return ReembeddingProgress(
@@ -434,6 +453,8 @@ class AdapterSearch:
                 is a map of stored vectors.
             UnavailableError, NotPermittedError, NotFoundError: the store cannot be read.
             BusyError: others hold the store, or its server has too many requests.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
+            InvalidInputError: the store refuses the call, or searches by an unsupported metric.
         """
         facts = source.facts()
         check_same_model(
@@ -461,11 +482,13 @@ class AdapterSearch:
             The search; the caller closes the store.
 
         Raises:
-            NotFoundError: there is no such file.
-            InvalidInputError: the file is damaged, or holds a map of stored vectors.
+            NotFoundError: there is no such file, or the table or the collection was deleted.
+            InvalidInputError: the file is damaged, or holds a map of stored vectors; or the store
+                refuses the call.
             IncompatibleSpaceError: the adapter was fitted for other vectors than the store's.
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError: others hold the store, or its server has too many requests.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         return cls(source, load_adapter(adapter))
 
@@ -476,19 +499,22 @@ class AdapterSearch:
 
         Args:
             new: the query by the new model, float32 or float64 [b] or [1, b]; of more rows only the
-                first is searched.
+                first is searched, but all are checked.
             k: the most hits, 1 or more.
 
         Returns:
             At most k ids; fewer if the store has fewer items.
 
         Raises:
-            InvalidInputError: the vector has another dimension or dtype or is not finite, or `k` is
-                below 1.
+            InvalidInputError: the vector has another dimension or dtype or is not finite, `k` is
+                below 1, or the store refuses the search.
             UnavailableError, NotPermittedError: the store cannot be read.
-            UnusableRowsError: as an InvalidInputError: the vector is not finite.
+            UnusableRowsError: as an InvalidInputError: a row is not finite, or has a norm above
+                1e15.
             BusyError: others hold the store, or its server has too many requests.
             NotFoundError: the table or the collection was deleted.
+            IndexError: `new` has no row.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         if k < 1:
             raise InvalidInputError(

@@ -38,9 +38,12 @@ class ColumnItems:
 
         Raises:
             TooLargeError: the text is larger than `most_bytes`.
-            InvalidInputError: there is no such column.
+            InvalidInputError: there is no such column, or the store refuses the call. A store
+                without fixed columns returns None instead.
             UnavailableError, NotPermittedError: the store cannot be read.
-            BusyError: the store is locked.
+            BusyError: the store is locked, or its server has too many requests.
+            NotFoundError: the table or the collection was deleted.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         contents = self._source.texts([name], self._column).get(name)
         if contents is not None:
@@ -97,8 +100,10 @@ class SourceReembedding(Reembedding[ItemVersion]):
             UnavailableError, BusyError, NotPermittedError: the embedder, the store or the file
                 cannot be used; the items may not be stored.
             CannotWriteError, DamagedError: the file cannot be written.
-            InvalidInputError: the model's vectors have another dimension or are not finite; none is
-                stored.
+            InvalidInputError: the model's vectors have another dimension or are not finite, and
+                none is stored; or the store refuses the call.
+            NotFoundError: the table or the collection was deleted; the vectors are stored.
+            ConfigurationError: the process was forked after LanceDB or Milvus was opened.
         """
         vectors = self._embed(contents)
         if vectors:

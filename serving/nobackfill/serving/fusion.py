@@ -92,7 +92,8 @@ class FittedRankFusion:
             carried: the same items migrated, float32 [n, b].
 
         Returns:
-            float32 [q, n], in standard deviations over the anchors; larger is nearer.
+            float32 [q, n], in standard deviations over the anchors; larger is nearer. With cosine,
+            a value that is not finite gives NaN.
 
         Raises:
             ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
@@ -116,15 +117,16 @@ class FittedRankFusion:
             old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
             native: native vectors, float32 [b] each, by row 0 to n-1 of the items that have one;
-                may be empty. `old_anchors` and `migrated_anchors` of these rows count, too, with
-                the share of the line of native items.
+                may be empty. `old` and `carried` of these rows count, too, with the
+                `migrated_weight` of `native_line`.
 
         Returns:
-            float32 [q, n]; larger is more probable. 0 is even odds.
+            float32 [q, n]; larger is more probable. 0 is even odds. With cosine, a value that is
+            not finite gives NaN.
 
         Raises:
             ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
-            IndexError: `native_line` names a row that does not exist.
+            IndexError: `native` names a row that does not exist.
         """
         migrated = self.migrated_nearness(old_queries, new_queries, old, carried)
         log_odds = self.migrated_line(migrated, migrated)
@@ -170,6 +172,9 @@ def fuse_nearness(new_weight: float, near_old: Block, near_new: Block) -> Block:
 
     Returns:
         float32 [q, n].
+
+    Raises:
+        ValueError: the two shapes do not fit.
     """
     return np.asarray(new_weight * near_new + (1 - new_weight) * near_old, np.float32)
 
@@ -245,6 +250,9 @@ def standardise_distances(block: Block, anchors: NDArray[np.int64]) -> Block:
     Returns:
         Nearness, float32 [q, g]; larger is nearer, 0 is the anchors' mean. A distance of NaN to an
         anchor gives NaN for the whole query.
+
+    Raises:
+        IndexError: `anchors` names a column that does not exist.
     """
     anchor_block = block[:, anchors]
     spread = np.maximum(anchor_block.std(1, keepdims=True), 1e-12)

@@ -146,6 +146,7 @@ CREATE TABLE IF NOT EXISTS native (
             ValueError: the query has another dimension.
             VerificationError: the file, or a row of it, is damaged.
             BusyError, CannotWriteError: the file cannot be read or made.
+            IndexError: the query has no row.
         """
         with self._lock:
             self._catch_up()
@@ -242,7 +243,7 @@ CREATE TABLE IF NOT EXISTS native (
         requested first.
 
         Args:
-            count: the most ids to return; 0 gives none.
+            count: the most ids to return; 0 gives none, a negative number all.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
@@ -254,7 +255,7 @@ CREATE TABLE IF NOT EXISTS native (
 
         Args:
             last_id: the last id of the page before; empty for the first page.
-            count: the most ids to return, at least 1.
+            count: the most ids to return, at least 1; a negative number gives all.
 
         Returns:
             Ids and digests; empty at the end.

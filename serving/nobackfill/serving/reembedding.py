@@ -285,8 +285,8 @@ class Reembedding(ABC, Generic[Key]):
 
         Args:
             names: the item's name in its source, by key; may be empty.
-            seconds: how long to wait; at most `limits.seconds`. None: that limit; 0 or less: start
-                the work and return.
+            seconds: how long to wait; at most `limits.wait_seconds`. None: that limit; 0 or less:
+                start the work and return.
 
         Raises:
             ConfigurationError: the process was forked after this object was made.

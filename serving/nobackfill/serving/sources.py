@@ -63,7 +63,7 @@ class FolderItems:
     `read` raises InvalidInputError if an id leads out of the folder.
 
     Args:
-        folder: the folder.
+        folder: the folder; a missing one has no items.
         path_pattern: the path of a file in the folder, such as {id}.jpg. By default an id is the
             path, as `nobackfill embed` names files.
         kind: image or text.
@@ -91,6 +91,7 @@ class FolderItems:
                 or a text is not UTF-8.
             UnavailableError: the file cannot be read, such as by lack of permission or too long a
                 name.
+            RuntimeError: the file is a link that leads to itself (before Python 3.13).
         """
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
@@ -329,6 +330,7 @@ class JsonLinesItems:
     Raises:
         NotFoundError: there is no such file, or it cannot be read.
         InvalidInputError: a line is malformed, or `file` is no regular file.
+        OSError: the disk fails.
     """
 
     kind: InputKind = "text"

@@ -241,6 +241,7 @@ class VaultQueue:
             CannotWriteError: a file cannot be deleted, or the disk fails.
             BusyError: another process holds the gallery file for 5 seconds.
             NotFoundError: the gallery was closed.
+            OSError: the folder cannot be read.
         """
         sealed_blobs = {entry.blob_id for entry in self.entries("sealed")}
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():

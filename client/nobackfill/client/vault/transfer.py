@@ -108,8 +108,8 @@ def push(
         Counts, and the items that could not be pushed, because their files are missing or changed.
 
     Raises:
-        ConfigurationError: a key is missing or malformed, the address is no gateway, or another
-            vault than the stored one lacks pushed images.
+        ConfigurationError: a key is missing or malformed, the address is no gateway, the token or
+            certificate cannot be read, or another vault than the stored one lacks pushed images.
         UnavailableError: the vault does not answer, or an upload makes no progress, also because
             the gateway's disk is full.
         NotPermittedError: the gateway refuses the token.
@@ -121,6 +121,8 @@ def push(
         InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
         AlreadyExistsError: the vault holds another blob under the random id.
         NotFoundError: the gallery was closed.
+        OutOfRangeError: another upload of the same ciphertext runs.
+        NobackfillError: ciphertext in the outbox cannot be read.
     """
     all_recipients = [*device.state("recipients", []), *recipients]
     keys = [read_recipient(text) for text in dict.fromkeys(all_recipients)]
@@ -306,6 +308,7 @@ class VaultReader:
             UnavailableError: the vault does not answer.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
+            OSError: the part of an earlier download cannot be read.
         """
         entry, item = self.queue.latest_entry(item_id), self._device.store.get(item_id)
         if entry is None or entry.state != "stored" or not _is_of(entry, item):
@@ -333,6 +336,7 @@ class VaultReader:
             UnavailableError: the vault does not answer, or the download makes no progress.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
+            OSError: the part of an earlier download cannot be read.
         """
         blob = vault_pb2.Blob(id=entry.blob_id, size=entry.blob_bytes, sha256=entry.blob_sha256)
         image = self.decrypt_blob(blob)
@@ -446,6 +450,8 @@ def pull(
         BusyError: another push or pull runs (this does not wait), or another process holds the
             gallery file, or the gateway has too much work.
         CannotWriteError: the disk is full or read-only.
+        OSError: an existing file of the same name, or the part of an earlier download, cannot be
+            read.
     """
     report = PullReport()
     durable.make_dir(folder)
