@@ -741,6 +741,7 @@ class FilterEngine:
                 of more than 64 bits.
             TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound
                 of a Range is no number.
+            AttributeError: A key is no text.
             VerificationError: The gallery's file is damaged.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.
@@ -849,6 +850,7 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
             more than 64 bits.
         TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound of a
             Range is no number.
+        AttributeError: A key is no text.
         VerificationError: The gallery's file is damaged.
         BusyError: Another process has the file to itself, or changed it during a read without a
             lock.

@@ -37,7 +37,7 @@ class ListingPosition:
 
         Args:
             token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
-                Any uncertainty is accepted, even nan.
+                Any uncertainty is accepted, even nan. Both are parsed as `int` and `float` do.
             least_certain: Whether the listing is ordered by uncertainty.
 
         Raises:

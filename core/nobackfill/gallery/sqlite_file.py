@@ -76,7 +76,8 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
 
     Args:
         connection: In a transaction; without one, the row may stay after an error.
-        spec: The space.
+        spec: The space. Its values are not checked: an impossible one makes `read_spaces` refuse
+            the gallery.
         state: The state; an active space counts as activated once.
 
     Raises:
@@ -159,6 +160,9 @@ def vectors_to_blobs(vectors: Vectors | None, row_count: int) -> Sequence[bytes 
         vectors: float32 [rows, dim], dim at least 1; other dtypes are converted; None returns
             `row_count` times None.
         row_count: Number of rows; used only where `vectors` is None.
+
+    Raises:
+        IndexError: `vectors` has one dimension.
     """
     if vectors is None:
         return [None] * row_count
@@ -195,7 +199,7 @@ def rows_to_labels(rows: Iterable[tuple[int]]) -> Labels:
 
     Raises:
         sqlite3.Error: The rows come from a cursor, and SQLite fails.
-        TypeError: A row has None.
+        TypeError, ValueError: A row has no number.
     """
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
@@ -740,6 +744,7 @@ def items_page(
     Raises:
         DamagedError: A row is invalid.
         sqlite3.Error: SQLite fails, or the condition is wrong; `Store.read_snapshot` translates it.
+        OverflowError: `start_after` or `limit` has more than 64 bits.
     """
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
@@ -855,6 +860,7 @@ def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> 
 
     Raises:
         DamagedError: The vector has another length, or is no blob.
+        OverflowError: `label` has more than 64 bits.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     row = connection.execute(
@@ -1330,8 +1336,8 @@ class FileConnections:
     def __init__(self, path: Path, pool: SuspendablePool | None = None) -> None:
         """Open the file's connections; after an unclean end, check its pages first.
 
-        A file of an older format is migrated. A lock file is created next to it. Waits up to 5 s
-        for a process that has the gallery to itself.
+        A file of an older format is migrated. A lock file is created next to it, and stays. Waits
+        up to 5 s for a process that has the gallery to itself.
 
         Args:
             path: The file.
@@ -1344,7 +1350,7 @@ class FileConnections:
             BusyError: Another process has it for itself.
             CannotWriteError: It cannot even be read, has an old format and cannot be written, or
                 has no room for SQLite's files, or its file system has no locks (flock).
-            OSError: This user may not search the folder.
+            OSError: This user may not search the folder, or the name is too long.
         """
         self.path = path
         self._writing = threading.RLock()
@@ -1437,7 +1443,7 @@ class FileConnections:
                 error in the block says so. A violated constraint counts as damage.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
-            OSError: This user may not search the folder.
+            OSError: This user may not search the folder, or the name is too long.
             sqlite3.ProgrammingError: The block misuses a connection, such as a closed one.
         """
         with self._users:
@@ -1702,16 +1708,18 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
     be synced, the gallery stays, too.
 
     Args:
-        path: The file.
-        spec: Its active space.
+        path: The file; a dangling link is replaced.
+        spec: Its active space. Its values are not checked: with an impossible one, such as a
+            dimension of 0, later calls raise DamagedError.
 
     Raises:
         AlreadyExistsError: The file exists, or the log of an earlier gallery of its name does;
             nothing is changed.
         CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
             allows no write-ahead log.
-        BusyError: Another process creates it, or holds its lock file; it is not waited for.
-        sqlite3.Error: A statement failed, such as for a space with invalid values.
+        BusyError: A process, perhaps this one, creates it or has it open; it is not waited for.
+        sqlite3.Error: A statement failed.
+        OSError: The name is too long; some lengths give CannotWriteError.
     """
     durable.make_dir(path.parent, mode=0o700)
     with durable.lock_file(lock_path(path)):

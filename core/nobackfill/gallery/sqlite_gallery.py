@@ -210,6 +210,9 @@ class SqliteGallery(Store):
     def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space, unless the gallery has it already, in any state.
 
+        The values of `spec` are not checked: an impossible one, such as a dimension of 0, makes
+        later calls raise DamagedError.
+
         Raises:
             InvalidInputError: It exists with another release, dimension, metric, norm or side
                 space.

@@ -448,7 +448,8 @@ def add_staging_space(store: Store, spec: SpaceSpec) -> None:
     """Add a staging space to a gallery; do nothing if the gallery has it already, in any state.
 
     It gets an empty table. Listeners are told that the spaces changed; they are not called where
-    the gallery has the space.
+    the gallery has the space. The values of `spec` are not checked: an impossible one, such as a
+    dimension of 0, makes later calls raise DamagedError.
 
     Raises:
         InvalidInputError: It exists with another release, dimension, metric, norm or side space.

@@ -511,8 +511,8 @@ class Store:
         """Open a gallery; migrate a file of an older format, and after an unclean end, check its
         pages first.
 
-        A lock file is created next to it. Waits up to 5 s for a process that has the gallery to
-        itself.
+        A lock file is created next to it, and stays. Waits up to 5 s for a process that has the
+        gallery to itself.
 
         Args:
             path: The file.
@@ -525,7 +525,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files, or its file system has no locks (flock).
-            OSError: This user may not search the folder.
+            OSError: This user may not search the folder, or the name is too long.
         """
         self.path = path
         self._connections = FileConnections(path, pool)
@@ -540,8 +540,9 @@ class Store:
 
         Args:
             path: The file, with mode 0600; missing folders are created with mode 0700. Temporary
-                files of killed processes are removed.
-            spec: The active space.
+                files of killed processes are removed, and a dangling link is replaced.
+            spec: The active space. Its values are not checked: with an impossible one, such as a
+                dimension of 0, later calls raise DamagedError.
 
         Returns:
             The open gallery; the caller closes it.
@@ -551,7 +552,8 @@ class Store:
                 folder.
             CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
                 allows no write-ahead log.
-            BusyError: Another process creates it, or holds its lock file.
+            BusyError: A process, perhaps this one, creates it or has it open.
+            OSError: The name is too long; some lengths give CannotWriteError.
         """
         create_file(path, spec)
         return cls(path)
@@ -574,7 +576,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files, or its file system has no locks (flock).
-            OSError: This user may not search the folder.
+            OSError: This user may not search the folder, or the name is too long.
         """
         return cls(path, pool)
 
@@ -709,7 +711,8 @@ class Store:
         """Return free pages to the file system.
 
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
-        reader prevents it for 5 s. After an error, pages that were returned stay returned.
+        reader prevents it for 5 s. After an error, pages that were returned stay returned. Do not
+        call it in a transaction.
 
         Args:
             page_count: Pages that one transaction returns, at least 1; other processes may commit
@@ -958,6 +961,7 @@ class Store:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good, or its file is gone.
+            OverflowError: `start_after` or `limit` has more than 64 bits.
         """
         with self.read_snapshot() as connection:
             return items_page(connection, start_after, limit)
@@ -1011,6 +1015,7 @@ class Store:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good, or its file is gone.
+            OverflowError: `label` has more than 64 bits.
         """
         with self.read_snapshot() as connection:
             return read_vector(connection, label, find_space(connection, space))

@@ -129,7 +129,7 @@ class ExactIndex:
             queries: float32 [q, dim], checked; q may be 0.
             k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all. Another length is not always
-                noticed.
+                noticed, and raises IndexError where it is.
             passing_count: Ignored.
             ef: Ignored: every row is compared.
 

@@ -159,7 +159,8 @@ class HnswIndex:
         Args:
             queries: float32 [q, dim], checked; q may be 0.
             k: At least 1; it may be above n.
-            mask: bool [n], the rows that may be found; None for all.
+            mask: bool [n], the rows that may be found; None for all. Another length is not always
+                noticed, and raises IndexError where it is.
             passing_count: Number of these rows; None to count them, which takes longer than a
                 search. It is not checked; without a mask it is ignored.
             ef: Minimum number of candidates; 0 for the index's own number, EXACT_EF or at least n
