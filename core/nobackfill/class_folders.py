@@ -53,6 +53,7 @@ class ImageListing:
 
         Args:
             rows: int64 [m], indices of the n images, from 0; they may repeat, in any order.
+                Negative ones count from the end.
 
         Returns:
             A new listing in the order of `rows`; classes without an image stay.
@@ -67,7 +68,7 @@ class ImageListing:
         """Return the name of the class of an image.
 
         Args:
-            row: Index of the image, from 0.
+            row: Index of the image, from 0; a negative one counts from the end.
 
         Raises:
             IndexError: There is no such image.
@@ -88,7 +89,7 @@ def list_images(
     Args:
         root: A folder of class folders.
         class_count: Number of classes to use, from the first on, at least 1; None for all. Folders
-            beyond it are not read.
+            beyond it are not read. 0 gives an empty listing.
         class_list: A UTF-8 file with a class folder at the start of each line, which gives the
             order; empty lines are skipped. None takes all folders by name.
 
@@ -292,6 +293,7 @@ def decode_listing(
     Raises:
         InvalidInputError: A file is missing or no usable image; the message names the first one.
             Files after it may be decoded before the error is raised.
+        ValueError: The height or width is negative.
     """
     frame = Frame(height, width or height, fit, shortest, interpolation, margin)
     images = np.empty((len(listing), frame.height, frame.width, 3), np.uint8)

@@ -293,6 +293,7 @@ def read_text_lines(
         InvalidInputError: A line is invalid and `refusals` is None, or the file is a device.
         NotFoundError: The file is missing, is a folder, or cannot be read, also by lack of
             permission.
+        ValueError: The path has a zero byte, or half a surrogate pair.
     """
     try:
         with path.open("rb") as file:

@@ -117,6 +117,7 @@ def paired_bootstrap(
         ValueError: Unpaired data: other shapes, or NaN at other queries. Or there is no run, labels
             do not match, a run has no answerable query, or a level, number of resamples or seed is
             out of range.
+        TypeError: Class labels of a run cannot be ordered, such as None among texts.
     """
     if not 0 < confidence_level < 1 or resample_count < 1:
         raise ValueError(

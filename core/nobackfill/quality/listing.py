@@ -40,7 +40,8 @@ class TextListing(ImageListing):
         """Return a listing of some texts with their queries, with the same classes and labels.
 
         Args:
-            rows: int64 [m], indices of the n texts, from 0; they may repeat, in any order.
+            rows: int64 [m], indices of the n texts, from 0; they may repeat, in any order. Negative
+                ones count from the end.
 
         Raises:
             IndexError: An index is outside the listing.

@@ -158,6 +158,7 @@ def read_tokenizer(file: Path, declaration: Declaration) -> bytes:
         OSError: The file cannot be read.
         InvalidInputError: With `lower_case`: the file is no JSON object, or has half a surrogate
             pair. Its keys are not checked.
+        RecursionError: With `lower_case`: its JSON is nested hundreds of levels deep.
     """
     data = file.read_bytes()
     if not declaration.lower_case:
@@ -189,6 +190,8 @@ def list_weight_files(path: Path) -> list[Path]:
     Raises:
         InvalidInputError: The ONNX file is missing, cannot be read or is no ONNX; or a file of
             weights is missing or outside of the folder.
+        google.protobuf.json_format.ParseError: The file's name ends with .json, and it is no model
+            in JSON; for .textproto, ParseError of google.protobuf.text_format.
     """
     candidates = (path.with_name(path.name + end) for end in _WEIGHTS)
     files = [path, *(one for one in candidates if one.is_file())]
