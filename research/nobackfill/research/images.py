@@ -496,7 +496,8 @@ def remove_name_places(classes: NDArray[np.str_]) -> NDArray[np.str_]:
 
     "0003-cat" gives "cat".
 
-    The results of all seeds are therefore equal. A name without a hyphen gives an empty one.
+    The results of all seeds are therefore equal. A name without a hyphen gives an empty one. No
+    names give an empty array of float64.
     """
     return np.array([name.partition("-")[2] for name in classes.tolist()])
 

@@ -126,6 +126,9 @@ class UpgradeInputs:
         """Return new embeddings [n * labelled views,new_dim] with their labels, int64.
 
         The labelled views of an image lie next to each other, in the order of the images.
+
+        Raises:
+            KeyError: the training features lack `new` or `labels`.
         """
         new = self.training_features["new"][:, : self.labelled_views]
         return new.flatten(0, 1), self.training_features["labels"].repeat_interleave(new.shape[1])

@@ -253,7 +253,7 @@ def variance_hinge(z: Tensor) -> Tensor:
 def covariance_penalty(z: Tensor) -> Tensor:
     """Sum of squared covariances between different elements of z [n,d], divided by d (Eq. 3, 4).
 
-    The result is a scalar. d is at least 2; with n = 1 it is NaN.
+    The result is a scalar. d is at least 2, else IndexError; with n = 1 it is NaN.
     """
     covariance = torch.cov(z.T)
     return (covariance.square().sum() - covariance.diagonal().square().sum()) / z.shape[1]
@@ -380,7 +380,7 @@ def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
     """Mean of 2 - 2 cos over rows: [n,d], [n,d] -> scalar (BYOL Eq. 2).
 
     `target` gets no gradient. Neither argument needs to be normalised; a zero vector has the cosine
-    0. Without rows the result is NaN.
+    0. Without rows the result is NaN. Other dimensions raise RuntimeError.
     """
     return 2 - 2 * F.cosine_similarity(predicted.float(), target.detach().float(), dim=1).mean()
 

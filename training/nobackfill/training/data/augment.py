@@ -45,8 +45,8 @@ class Augment:
 def draw_small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
     """Return multi-crop's small views: random crops, scaled to half the side, and recoloured.
 
-    The pixels are not changed. An odd side is halved downwards, so H and W are at least 2. Crops
-    and colours are drawn from torch's default generator.
+    The pixels are not changed. An odd side is halved downwards, so H and W are at least 2, else
+    ValueError. Crops and colours are drawn from torch's default generator.
 
     Args:
         pixels: float32 [n,3,H,W] in 0..1.
@@ -99,7 +99,7 @@ def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
 
     `matrices` [n,2,3] map output to input coordinates in -1..1, as of `draw_affine_matrices`. The
     result is [n,3,height,width], on the device of the pixels, which are not changed. The matrices
-    have their dtype.
+    have their dtype, else RuntimeError.
     """
     grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)

@@ -371,7 +371,7 @@ class UpgradeGraph(nn.Module):
         """Return the outputs of `outputs` for embeddings [n,dim] and side [n,side_dim].
 
         The variance is the exponential of the network's log-variance, so the output `uncertainty`
-        is above 0. `side` may be None only if the upgrade does not read it.
+        is above 0. `side` may be None only if the upgrade does not read it, else AssertionError.
         """
         result = self.upgrade(embedding, side)
         variance = None if result.log_variance is None else result.log_variance.exp()

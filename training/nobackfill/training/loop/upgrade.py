@@ -176,7 +176,7 @@ def best_option_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[floa
 
     Args:
         scores: float64 scores per group [g], g at least 2, by values; the first entry has the
-            default values.
+            default values. Without an entry it raises StopIteration.
 
     Returns:
         The best values if they beat the default by more than the standard error of the difference,
@@ -487,7 +487,7 @@ def upgrade_shape(rows: Mapping[str, Tensor], unit_norm: bool) -> UpgradeShape:
     """Return the dimensions of features [n,v,dim] by name; 0 for a feature that is absent.
 
     `unit_norm` is passed on: whether the new space has unit vectors. Other names, such as labels,
-    are ignored.
+    are ignored. A feature with fewer than three axes raises IndexError.
     """
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
     return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit_norm)

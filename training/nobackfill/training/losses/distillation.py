@@ -13,7 +13,8 @@ def distillation_loss(new_logits: Tensor, old_logits: Tensor) -> Tensor:
     temperature 32 of the paper multiplies the cosines; a cosine head's `logits` already contain it.
     The old entropy is constant, so the gradient equals that of KL.
 
-    The old logits get no gradient. The values are not below the entropy of softmax(old_logits).
+    The old logits get no gradient. The values are not below the entropy of softmax(old_logits). n
+    may be 0. Another c raises RuntimeError; one row of logits is repeated.
     """
     soft = old_logits.detach().softmax(1)
     return -(soft * F.log_softmax(new_logits, 1)).sum(1)
@@ -57,7 +58,7 @@ def reversed_kl_divergence(predicted_logits: Tensor, target_logits: Tensor) -> T
     """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed).
 
     Both arguments get a gradient. The values are at least 0, up to rounding. A logit of -inf gives
-    NaN or infinity.
+    NaN or infinity. n may be 0. Another c raises RuntimeError; one row of logits is repeated.
     """
     predicted = predicted_logits.log_softmax(1)
     return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
@@ -68,7 +69,7 @@ def forward_kl_divergence(predicted_logits: Tensor, target_logits: Tensor) -> Te
 
     Both are responses of the frozen new classifier: to h's output and to the new embedding. The
     target gets no gradient. The values are at least 0, up to rounding. A logit of -inf gives NaN or
-    infinity.
+    infinity. n may be 0. Another c raises RuntimeError; one row of logits is repeated.
     """
     return reversed_kl_divergence(target_logits.detach(), predicted_logits)
 

@@ -20,6 +20,9 @@ def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Ten
     Returns:
         One value per row [n], in nats; it may be negative.
 
+    Raises:
+        RuntimeError: the shapes do not fit.
+
     Source: FastFill (Jaeckle et al. 2023), with one variance s^2 = exp(log_variance) per item. The
     likelihood is divided by d, so that its weight does not depend on the dimension.
     """
@@ -49,6 +52,9 @@ def variance_factor(predicted: Tensor, target: Tensor, log_variance: Tensor) -> 
         predicted: upgraded embeddings [n, d].
         target: new embeddings [n, d].
         log_variance: log s^2 [n].
+
+    Raises:
+        RuntimeError: the shapes do not fit.
     """
     squared = (predicted - target).square().mean(1)
     return float((squared * torch.exp(-log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG))).mean())

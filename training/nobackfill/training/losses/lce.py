@@ -44,6 +44,10 @@ def boundary_loss(predicted: Tensor, target: Tensor, centres: Tensor, labels: Te
 
     Returns:
         Radians [n], 0 to pi; 0 if the prediction is as near as the target, or nearer.
+
+    Raises:
+        IndexError: a label is c or more; a negative one counts from the end.
+        RuntimeError: the shapes do not fit.
     """
     own = centres[labels]
     return F.relu(_angle(predicted, own) - _angle(target.detach(), own))

@@ -8,7 +8,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """Return squared L2 distances [n, m] between [n, d] and [m, d], differentiable everywhere.
 
     Rounding errors below 0 become 0. Differences far below the norms are lost to rounding. Either
-    argument may have no rows.
+    argument may have no rows. Other dimensions raise RuntimeError.
     """
     return (a.square().sum(1, keepdim=True) + b.square().sum(1)[None, :] - 2 * (a @ b.t())).clamp(
         min=0
@@ -30,6 +30,9 @@ def listwise_loss(predicted: Tensor, target: Tensor, queue: Tensor, temperature:
 
     Returns:
         One value per row [n].
+
+    Raises:
+        RuntimeError: the dimensions differ.
     """
     expected = (-squared_distances(target, queue) / temperature).softmax(1).detach()
     log_predicted = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
@@ -54,6 +57,9 @@ def same_class_loss(
 
     Returns:
         One value per row [n]; 0 without a label or without an item of the class in the queue.
+
+    Raises:
+        RuntimeError: the dimensions differ.
     """
     positives = (labels[:, None] == queue_labels[None, :]).to(predicted.dtype)
     log_shares = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)

@@ -12,7 +12,7 @@ def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
 
     Autocast does not apply. The cosine of a zero vector is 0. Neither argument needs to be
     normalised, and both get gradients. The result is float32, or float64 if the embedding is. The
-    dtype of the weights does not matter.
+    dtype of the weights does not matter. Other dimensions raise RuntimeError.
     """
     wide = torch.promote_types(embedding.dtype, torch.float32)
     # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
@@ -61,7 +61,7 @@ def loss_share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
     """Add the losses [m] of a part of a batch, divided by the size of the whole batch (BCT Eq. 8).
 
     Eq. 4 sums over images, so a term on T_old is weighted by its share of the batch. The result is
-    a scalar, and 0 without losses. `batch_size` is at least 1.
+    a scalar, and 0 without losses. `batch_size` is at least 1; with 0 and no losses it is NaN.
     """
     return losses.sum() / batch_size
 

@@ -33,7 +33,7 @@ def select_nearest_to_mean(old: Tensor, labels: Tensor, class_count: int, share:
 
     Args:
         old: features [n, d].
-        labels: int64 [n], each below `class_count`.
+        labels: int64 [n]; rows of another label than 0 to below `class_count` are not selected.
         class_count: the number of classes.
         share: 0 to 1; 0 selects no row, above 0 at least one of each class that has rows.
 

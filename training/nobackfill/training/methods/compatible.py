@@ -98,7 +98,11 @@ class CompatibleObjective(EmbedderObjective):
     def forward(self, batch: Batch) -> Terms:
         """Return `classification` and the terms of `compatibility_terms`, on one augmented view.
 
-        The new model and the terms see the same view, drawn from torch's default generator.
+        The new model and the terms see the same view, drawn from torch's default generator. The old
+        model moves to the device of the images, if a term needs it.
+
+        Raises:
+            NotImplementedError, ConfigurationError: as `compatibility_terms` of the class.
         """
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))

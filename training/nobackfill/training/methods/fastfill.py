@@ -52,8 +52,8 @@ class VarianceHead(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Return log sigma^2 [n] of the inputs that are read.
 
-        `side` may be None only if it is not read. In training mode BatchNorm needs at least two
-        rows, or raises ValueError.
+        `side` may be None only if it is not read, else AssertionError. In training mode BatchNorm
+        needs at least two rows, or raises ValueError.
         """
         output: Tensor = self.layers(concatenate(embedding, side, self.input_shape))
         return output[:, 0] + self.offset

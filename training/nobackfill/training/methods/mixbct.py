@@ -57,8 +57,8 @@ class MixBctObjective(CompatibleObjective):
         """Return `classification`, the head's loss on new embeddings, some replaced by old ones.
 
         Each image is replaced with the chance `share`, if it is one of the trusted ones. The batch
-        also contains `rows`, the numbers of the images in the training set. Random numbers come
-        from torch's default generator. Both models see the same view.
+        also contains `rows`, the numbers of the images in the training set, else KeyError. Random
+        numbers come from torch's default generator. Both models see the same view.
         """
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)

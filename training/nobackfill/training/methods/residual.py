@@ -136,7 +136,10 @@ class ResidualMap(nn.Module):
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def add_members(self, count: int) -> None:
-        """Append `count` networks of the same sizes, with random inner layers, in place."""
+        """Append `count` networks of the same sizes, with random inner layers, in place.
+
+        They are on the CPU, output zero, and draw from torch's default generator.
+        """
         first = self.residual[0]
         assert isinstance(first, nn.Linear)
         sizes = (first.in_features, first.out_features, self.straight.out_features)
@@ -145,8 +148,9 @@ class ResidualMap(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
 
-        `side` may be None only if it is not read. If `active_member` is set, only that network is
-        used. In training mode BatchNorm needs at least two rows, or raises ValueError.
+        `side` may be None only if it is not read, else AssertionError. If `active_member` is set,
+        only that network is used. In training mode BatchNorm needs at least two rows, or raises
+        ValueError.
         """
         white = self.whiten_inputs(embedding, side)
         networks = (

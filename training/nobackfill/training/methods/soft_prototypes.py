@@ -44,8 +44,8 @@ class SoftPrototypes(nn.Module):
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Return the linear classifier's logits [n,c] for embeddings [n,old_dim] and their side.
 
-        `side` may be None only if it is not read. In training mode BatchNorm needs at least two
-        rows, or raises ValueError.
+        `side` may be None only if it is not read, else AssertionError. In training mode BatchNorm
+        needs at least two rows, or raises ValueError.
         """
         output: Tensor = self.classifier(concatenate(embedding, side, self.input_shape))
         return output
@@ -53,8 +53,8 @@ class SoftPrototypes(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read to a mixture of prototypes [n,d].
 
-        Before the prototypes are set it is zero. `side` may be None only if it is not read. In
-        training mode BatchNorm needs at least two rows, or raises ValueError.
+        Before the prototypes are set it is zero. `side` may be None only if it is not read, else
+        AssertionError. In training mode BatchNorm needs at least two rows, or raises ValueError.
         """
         output = self.logits(embedding, side).softmax(1) @ self.prototypes
         return F.normalize(output) if self.unit_norm else output

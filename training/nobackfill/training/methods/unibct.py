@@ -165,7 +165,7 @@ def pseudo_classifier(
     Args:
         prototypes: one for each class [c,d].
         old_features: old features of the training images [n,d]; used only for a softmax head.
-        labels: int64 [n], rows of `prototypes`; used only for a softmax head.
+        labels: int64 [n], rows of `prototypes`, else IndexError; used only for a softmax head.
         head: gives form, margin and scale.
     """
     form = fixed_form_of_head(head)

@@ -200,7 +200,8 @@ class EmbedderObjective(Objective):
     def forward(self, batch: Batch) -> Terms:
         """Return `classification`, the head's mean loss on one augmented view.
 
-        The view is drawn from torch's default generator. Labels are rows of the head.
+        The view is drawn from torch's default generator. Labels are rows of the head; others raise
+        the head's IndexError or RuntimeError.
         """
         embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
         return {"classification": self.head(embedding, batch["labels"])}
