@@ -68,6 +68,7 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
+        UnicodeEncodeError: a name is neither an id nor valid UTF-8.
     """
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     removed, in_vault = delete(device, ids)
@@ -152,6 +153,7 @@ def change_metadata(device: GalleryFile, names: Sequence[str], notes: Metadata) 
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
+        UnicodeEncodeError: a name is neither an id nor valid UTF-8.
     """
     reserved = {"path", "folder", "name"} & notes.keys()
     if reserved:

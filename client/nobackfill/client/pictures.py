@@ -158,6 +158,7 @@ def write_contact_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], ta
         CannotWriteError: the picture or the gallery's files cannot be written.
         OSError: the picture has more pixels than its format allows, such as many answers in a WebP.
         NotFoundError: the gallery was closed.
+        ValueError, MemoryError: `answers` is empty.
     """
     kind = _FORMATS.get(target.suffix.lower())
     if kind is None:

@@ -109,6 +109,9 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection; the error lists up to four others.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         description = self.find_collection(name)
         if description is None:
@@ -124,6 +127,11 @@ class ChromaServer:
 
         Args:
             name: the collection's name.
+
+        Raises:
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         try:
             description: dict[str, Any] = self.request_json(
@@ -149,6 +157,8 @@ class ChromaServer:
             NotFoundError: there is no such collection.
             UnavailableError: another collection has the name, the server does not answer within a
                 minute, or answers with the status 500, 502, 503 or 504.
+            NotPermittedError, BusyError, InvalidInputError: the server refuses the token, has too
+                many requests, or refuses the request otherwise.
         """
         marks = {_MARK + fact: value for fact, value in facts.items()}
         metadata = {
@@ -171,6 +181,9 @@ class ChromaServer:
             AlreadyExistsError: the name is in use.
             NotFoundError: there is no such tenant or database.
             ValueError, TypeError: `body` cannot be written as JSON.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         self.request_json("POST", "", name, body)
 
@@ -182,6 +195,9 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         self.request_json("DELETE", f"/{_quoted_path_part(name)}", name)
 
@@ -320,6 +336,9 @@ class ChromaStore:
             NotFoundError: there is no such collection; the error names others.
             AlreadyExistsError: a flip was killed between its requests, and a program has created a
                 collection of its name since.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         description = self._find(name)
         if description is None:
@@ -373,6 +392,9 @@ class ChromaStore:
         Raises:
             AlreadyExistsError: a flip was killed between its requests, and a program has created a
                 collection of its name since.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         return self._find(name) is not None
 
@@ -391,6 +413,9 @@ class ChromaStore:
             AlreadyExistsError: the name is in use.
             TypeError: `original` is no ChromaCollection.
             NotFoundError: there is no such tenant or database.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         if not isinstance(original, ChromaCollection):
             raise TypeError(original)
@@ -419,6 +444,9 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         description = self._find(collection)
         if description is None:
@@ -441,6 +469,9 @@ class ChromaStore:
             AlreadyExistsError: another collection is called NAME_before, or a program has created a
                 collection of the name between both requests.
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         if collection in (name, self.before):
             self._lead_back()
@@ -487,6 +518,8 @@ class ChromaStore:
 
         Raises:
             UnavailableError: the server does not answer within a minute, or the name is in use.
+            NotPermittedError, BusyError, InvalidInputError: the server refuses the token, has too
+                many requests, or refuses the request otherwise.
         """
         if (
             self._server.find_collection(self._name) is None
@@ -518,6 +551,8 @@ class ChromaStore:
                 collection of its name since.
             BusyError: another migration holds the lock, or the server has too many requests.
             CannotWriteError: the lock file cannot be created.
+            UnavailableError, NotPermittedError, InvalidInputError: the server does not answer
+                within a minute, refuses the token, or refuses the request otherwise.
         """
         here = self._find(self._name) or self._server.describe_collection(self._name)
         original = self._server.find_collection(self.before) if "name" in _facts(here) else None
@@ -530,6 +565,9 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         ChromaCollection(
             self._server, self._server.describe_collection(name)
@@ -594,6 +632,11 @@ class ChromaSource(FlippingSource):
 
         Args:
             target: ignored: every copy has the same obstacles.
+
+        Raises:
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         before = self._store.before
         if self._led is not self._here or not self._store.exists(before):
@@ -621,6 +664,10 @@ class ChromaSource(FlippingSource):
             BusyError: another migration holds the lock, or the server has too many requests.
             CannotWriteError: the lock file cannot be created.
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, InvalidInputError: the server does not answer
+                within a minute, refuses the token, or refuses the request otherwise.
+            AlreadyExistsError: a flip was killed between its requests, and a program has created a
+                collection of its name since.
         """
         with super().migration_lock() as check:
             self._store.repair()
@@ -634,6 +681,8 @@ class ChromaSource(FlippingSource):
             InvalidInputError: the collection holds the vectors of this map already, or the server
                 refuses the request.
             NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         self._store.repair()
         place = super().open_target(target)
@@ -649,6 +698,8 @@ class ChromaSource(FlippingSource):
             InvalidInputError: a flip was killed, and programs wrote items into the copy since it
                 began; or the server refuses the request.
             NotFoundError: the copy was dropped meanwhile.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         self._store.repair()
         return super().drop_new_vectors(name)
@@ -685,6 +736,8 @@ class ChromaSource(FlippingSource):
             NotFoundError: there is no original, or the name does not lead to `new_name`.
             InvalidInputError: items were written since the flip, and `allow_loss` is False;
                 nothing is changed. Or `drop_old` was killed; or the server refuses the request.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         original = self._original()
         if original is not None and _DROPPING in original.copy_facts:
@@ -718,6 +771,8 @@ class ChromaSource(FlippingSource):
         Raises:
             NotFoundError: there is no original.
             InvalidInputError: programs wrote it since the flip; or the server refuses the request.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         self._refuse_late_items(
             f"Write the items that they wrote into {self._name!r} with vectors of the new model, "
@@ -812,6 +867,9 @@ class ChromaCollection:
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support, or the server
                 refuses the request otherwise.
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._request_records({"limit": 1, "include": ["documents", "metadatas", "uris"]})
@@ -820,7 +878,14 @@ class ChromaCollection:
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:
-        """Count the items."""
+        """Count the items.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
+        """
         return int(self._request("GET", "/count"))
 
     def windows(self, rows_per_window: int) -> Iterator[Window]:
@@ -834,6 +899,12 @@ class ChromaCollection:
         Args:
             rows_per_window: the size of a window, at least 1; all but the last have exactly this
                 many ids.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         ids = self._list_ids()
         lower = None
@@ -857,6 +928,9 @@ class ChromaCollection:
         Raises:
             InvalidInputError: an item has a metadata key called document or uri, or the server
                 refuses the request otherwise.
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError: the server does not answer within a
+                minute, refuses the token, or has too many requests.
         """
         ids = self._ids_in(window)
         records = self._read_records(ids, ["embeddings", "documents", "metadatas", "uris"])
@@ -872,6 +946,12 @@ class ChromaCollection:
 
         Args:
             window: ids above `lower` and up to `upper`, as `records` reads it.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         ids = self._ids_in(window)
         digests: dict[Any, str] = {}
@@ -890,6 +970,12 @@ class ChromaCollection:
 
         Returns:
             A set of ids.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         return {one.key for one in self._read_records(list(keys), [])}
 
@@ -902,6 +988,13 @@ class ChromaCollection:
             records: n items; none: nothing is sent. Their documents, URIs, metadata and digests are
                 stored.
             vectors: float32 [n, dim], in place of their own.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
+            ValueError: there are fewer vectors than items; earlier requests stay.
         """
         for first in range(0, len(records), _PAGE):
             some = records[first : first + _PAGE]
@@ -923,6 +1016,12 @@ class ChromaCollection:
         """Delete items by id; unknown ids are ignored.
 
         They go in requests of 500, and earlier ones stay after an error.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
@@ -932,6 +1031,13 @@ class ChromaCollection:
 
         Args:
             keys: ids; unknown ones are ignored.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise. InvalidInputError also: an item has a metadata key called
+                document or uri.
         """
         self._add_to_sweep_digest(self.lookup(keys))
 
@@ -940,6 +1046,12 @@ class ChromaCollection:
 
         Chroma forgets to delete lists with their collection (chroma-core/chroma#7594): items that
         are written later, into any collection, would get them.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         ids = self._list_ids()
         for first in range(0, len(ids), _PAGE):
@@ -955,6 +1067,13 @@ class ChromaCollection:
 
         Args:
             ids: ids; none: no request is sent.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise. InvalidInputError also: an item has a metadata key called
+                document or uri.
         """
         return self._read_records(ids, ["embeddings", "documents", "metadatas", "uris"])
 
@@ -969,6 +1088,12 @@ class ChromaCollection:
 
         Returns:
             Ids; empty if the collection had never had an item when it was opened.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: the server does not
+                answer within a minute, refuses the token, has too many requests, or refuses the
+                request otherwise.
         """
         if self._dim is None:
             return []

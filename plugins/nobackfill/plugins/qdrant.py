@@ -271,6 +271,7 @@ class QdrantSource:
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the key.
         BusyError: the server has too many requests, or another process has opened the folder.
+        OSError: the lock file of the folder cannot be opened.
     """
 
     flip_renames = False
@@ -533,6 +534,7 @@ class QdrantSource:
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection or the folder was deleted.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         vectors, marks = self._config()
         # It refuses a vector without a name.
@@ -591,6 +593,7 @@ class QdrantSource:
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         vectors, mark = self._config()[0], self._marks().get(name, {})
         # A flipped collection searches these vectors, so they must stay.
@@ -678,6 +681,7 @@ class QdrantSource:
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection was deleted, or no map made vectors of this name.
             InvalidInputError: Qdrant refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         with translated_errors(self._name):
             mark = {**self._config()[1][name], "flipped": "true", "of": self.vector}
@@ -709,6 +713,7 @@ class QdrantSource:
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         with translated_errors(self._name):
             self._set_mark(self.vector, {**self._marks().get(self.vector, {}), "model": model})
@@ -811,6 +816,7 @@ class QdrantSource:
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         vectors, marks = self._config()
         mark = marks.get(new_name, {})
@@ -856,6 +862,7 @@ class QdrantSource:
             BusyError: the server has too many requests, or another process has opened the folder.
             InvalidInputError: a point has only the old vector, and nothing is changed; or Qdrant
                 refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         name, mark = self._flipped_to()
         if not name:
@@ -1047,6 +1054,7 @@ class NewNamedVectors:
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         old, new, content = self._source.vector, self._target.name, self._target.content_column
         if self.flipped:
@@ -1120,6 +1128,7 @@ class NewNamedVectors:
             BusyError: the server has too many requests, or another process has opened the folder.
             InvalidInputError: Qdrant refuses the request otherwise.
             ValueError: `vectors` has another number of rows; earlier requests stay.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         for first in range(0, len(rows), _PAGE):
             part = slice(first, first + _PAGE)
@@ -1204,6 +1213,7 @@ class NewNamedVectors:
             BusyError: the server has too many requests, or another process has opened the folder.
             NotFoundError: the collection was deleted, or the new vectors were removed.
             InvalidInputError: Qdrant refuses the request otherwise.
+            CannotWriteError: the disk of a folder is full, or one of its files is read-only.
         """
         yield
         self._source.record_flip(self._target.name)

@@ -100,6 +100,7 @@ class HaystackDocumentStore:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         return self.texts.gateway.status(self.texts.gallery).item_count
 
@@ -120,6 +121,7 @@ class HaystackDocumentStore:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         return [_document(one) for one in self.texts.items(to_filter(filters))]
 
@@ -138,8 +140,8 @@ class HaystackDocumentStore:
                 and a document that another client stores meanwhile is replaced.
 
         Raises:
-            ValueError: Another type than a list of documents, or an embedding with values that are
-                no numbers.
+            ValueError: Another type than a list of documents, an embedding with values that are no
+                numbers, or the connection was closed.
             DuplicateDocumentError: An id exists already, with FAIL; no document is stored.
             InvalidInputError: A document has content other than a text, or no embedding although
                 the store has a `release`, or metadata that a gateway does not store: none is
@@ -197,6 +199,7 @@ class HaystackDocumentStore:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         self.texts.delete(document_ids)
 
@@ -212,6 +215,7 @@ class HaystackDocumentStore:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         self.texts.delete()
 
@@ -258,6 +262,8 @@ class HaystackRetriever:
             UnavailableError: The gateway does not answer within the connection's seconds.
             Exception: With `DualTexts`, any error of `DualTexts.search`, such as those of its
                 embedders.
+            ValueError: `top_k` is negative, the embedding has values that are no numbers, or the
+                connection was closed.
         """
         store, k = self.document_store, top_k or self.top_k
         texts = store.texts if isinstance(store, HaystackDocumentStore) else store

@@ -84,7 +84,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
 
         Raises:
             TypeError: An argument of the class is missing or unknown.
-            ValueError: The numbers of texts, metadatas and ids differ.
+            ValueError: The numbers of texts, metadatas and ids differ, a vector has values that are
+                no numbers, or the connection was closed.
             InvalidInputError: As `add_texts`, or `embedding` without `release`.
             Exception: Any error of the embedder; nothing is stored.
             TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
@@ -119,7 +120,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             ids: Ids of the texts; None or empty: random ones. A None or empty id becomes random.
 
         Raises:
-            ValueError: The numbers of texts, metadatas and ids differ.
+            ValueError: The numbers of texts, metadatas and ids differ, a vector has values that are
+                no numbers, or the connection was closed.
             InvalidInputError: A value of the metadata is not one that a gateway stores, or the
                 embedder gives another number of vectors: nothing is stored. Or the gateway refused
                 texts, and stored the others.
@@ -159,6 +161,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         self.texts.delete(ids)
         return True
@@ -175,6 +178,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         return [_document(one) for one in self.texts.get(ids)]
 
@@ -199,6 +203,9 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: `k` is negative, the vector has values that are no numbers, or the
+                connection was closed.
+            TypeError: `filter` is neither a mapping nor a filter.
         """
         return [_document(one) for one in self.texts.search(query, k, where=filter)]
 
@@ -222,6 +229,9 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: `k` is negative, the vector has values that are no numbers, or the
+                connection was closed.
+            TypeError: `filter` is neither a mapping nor a filter.
         """
         return [
             _document(one) for one in self.texts.search(None, k, vector=embedding, where=filter)
@@ -248,6 +258,9 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: `k` is negative, the vector has values that are no numbers, or the
+                connection was closed.
+            TypeError: `filter` is neither a mapping nor a filter.
         """
         hits = self.texts.search(query, k, where=filter)
         return [(_document(one), one.distance) for one in hits]

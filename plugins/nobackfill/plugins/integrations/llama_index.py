@@ -105,7 +105,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         Other keyword arguments are ignored, here and in the other methods.
 
         Raises:
-            ValueError: The store has a `release`, and a node has no embedding.
+            ValueError: The store has a `release`, and a node has no embedding or one with values
+                that are no numbers; or the connection was closed.
             InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
                 stored. Or the gateway refused nodes, and stored the others.
             TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
@@ -139,6 +140,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         self._texts.delete(where=OneOf("ref_doc_id", (ref_doc_id,)))
 
@@ -165,6 +167,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         where = _every([_ids(_NODE_ID, node_ids), to_filter(filters)])
         if where is not None:
@@ -182,6 +185,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         self._texts.delete()
 
@@ -205,6 +209,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection was closed.
         """
         where = _every([_ids(_NODE_ID, node_ids), to_filter(filters)])
         return [_node(one) for one in self._texts.items(where)]
@@ -225,6 +230,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The number of nodes is negative, the embedding has values that are no
+                numbers, or the connection was closed.
         """
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise InvalidInputError(

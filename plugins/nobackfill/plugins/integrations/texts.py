@@ -124,7 +124,9 @@ class DualTexts:
             NotFoundError: The new vectors do not exist.
             Exception: Any error of the embedders.
             CannotWriteError, VerificationError: The file of native vectors cannot be used.
-            ConfigurationError: The process was forked after the re-embedder was opened.
+            ConfigurationError: The process was forked after the re-embedder, LanceDB or Milvus was
+                opened.
+            ValueError, TypeError: An embedder gives values that are no numbers.
         """
         old, new = (np.asarray(embed(query), np.float32) for embed in (self._old, self._new))
         hits = self._dual.search(old, new, k).hits
@@ -297,12 +299,14 @@ class GalleryTexts:
             where: The filter; None: all items.
 
         Raises:
-            InvalidInputError: The filter is not valid.
+            InvalidInputError: The filter is not valid, or the gateway sends metadata that this
+                version cannot read.
             NotFoundError: No such gallery.
             VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection of `gateway` was closed.
         """
         for item in self.gateway.list(self.gallery, where=where):
             yield self._to_text(item.id, item.metadata)
@@ -365,7 +369,9 @@ class GalleryTexts:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
-            ValueError: The connection of `gateway` was closed.
+            ValueError: `k` is negative, `vector` has values that are no numbers, or the connection
+                of `gateway` was closed.
+            TypeError: `where` is neither a mapping nor a filter.
         """
         if vector is None and query is not None and self._embed is not None:
             vector = self._embed(query)

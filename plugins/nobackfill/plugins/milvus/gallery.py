@@ -245,6 +245,9 @@ class InMilvus(DatabaseGalleryStorage):
 
     Attributes:
         feeder: sends changes to Milvus; the caller starts and closes it.
+
+    Raises:
+        UnavailableError, BusyError, ConfigurationError: the id of the database cannot be read.
     """
 
     def __init__(self, database: Database, scratch: Path, collections: Collections) -> None:

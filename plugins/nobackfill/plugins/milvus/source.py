@@ -362,6 +362,9 @@ class MilvusStore:
             NotFoundError: there is no such collection; the error names others.
             InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
                 or Milvus refuses the call otherwise.
+            UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
+                the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if not self.exists(name):
             names = join_few(call_milvus(name, self._client.list_collections))
@@ -371,7 +374,13 @@ class MilvusStore:
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
-        """Return whether a collection or an alias has this name."""
+        """Return whether a collection or an alias has this name.
+
+        Raises:
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def create_copy(self, target: Target, original: Collection, facts: Mapping[str, str]) -> None:
@@ -390,6 +399,9 @@ class MilvusStore:
             InvalidInputError: the name is in use, or is not valid; or Milvus refuses the request
                 otherwise.
             NotFoundError: the existing collection was dropped.
+            UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
+                the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if not isinstance(original, MilvusCollection):
             raise TypeError(original)
@@ -415,6 +427,9 @@ class MilvusStore:
         Raises:
             TypeError: `original` is no MilvusCollection.
             NotFoundError: one of the collections was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if not isinstance(original, MilvusCollection):
             raise TypeError(original)
@@ -440,6 +455,9 @@ class MilvusStore:
         Raises:
             BusyError: Milvus still builds the index.
             NotFoundError: the copy was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         name, field = copy.name, self.open_collection(copy.name).vector
         call_milvus(name, lambda: self._client.flush(name))
@@ -460,6 +478,9 @@ class MilvusStore:
         Raises:
             TypeError: `collection` is no MilvusCollection.
             NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         sentences, own = [], collection.name
         if name == own:
@@ -496,6 +517,9 @@ class MilvusStore:
         Raises:
             NotFoundError: there is no such collection.
             InvalidInputError: there is no such alias, or Milvus refuses the request otherwise.
+            UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
+                the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         call_milvus(name, lambda: self._client.alter_alias(collection, name))
 
@@ -508,6 +532,9 @@ class MilvusStore:
 
         Raises:
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         call_milvus(
             collection,
@@ -519,6 +546,9 @@ class MilvusStore:
 
         Raises:
             NotFoundError: the old collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         others = [self.redirect_command(one, new.name) for one in self._list_aliases(old.name)]
         return [
@@ -547,6 +577,9 @@ class MilvusStore:
         Raises:
             InvalidInputError: an alias leads to it, or Milvus refuses the request otherwise.
             NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
+                the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if aliases := self._list_aliases(name):
             raise InvalidInputError(
@@ -562,6 +595,9 @@ class MilvusStore:
 
         Raises:
             NotFoundError: the old collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         steps = [
             "stop all writers, or let every writer put to both collections, to the new one by the "
@@ -666,6 +702,10 @@ class MilvusCollection:
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support, or Milvus
                 refuses the request otherwise.
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
+                the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         kind = str(index_of(self._client, self.name, self.vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self.vector))
@@ -673,7 +713,14 @@ class MilvusCollection:
         return Facts(f"{self.name}.{self.vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
-        """Count the items; 0 for a copy without an index of its vectors, which cannot be read."""
+        """Count the items; 0 for a copy without an index of its vectors, which cannot be read.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
         if self.copy_facts and not index_of(self._client, self.name, self.vector):
             return 0
         return int(self._query("", ["count(*)"])[0]["count(*)"])
@@ -690,6 +737,12 @@ class MilvusCollection:
 
         Yields:
             Windows of keys, without the lower end and with the upper one.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         each = min(rows_per_window, self._items_per_answer)
         keys = sorted(self._read_keys())
@@ -728,6 +781,12 @@ class MilvusCollection:
         Args:
             window: keys above `lower` and up to `upper`. A large window is read in several
                 requests.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._window_expression(window), [self._key])
         keys = sorted(one[self._key] for one in results)
@@ -754,6 +813,12 @@ class MilvusCollection:
 
         Empty if there is only the default one, or if Milvus chooses the partition of an item.
         Otherwise the default one is among them.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         # With a partition key, Milvus alone chooses the partition of an item.
         if self._by_key:
@@ -766,6 +831,12 @@ class MilvusCollection:
 
         Args:
             window: keys above `lower` and up to `upper`.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._window_expression(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
@@ -775,6 +846,12 @@ class MilvusCollection:
 
         Args:
             keys: keys in the collection's own type; none: no request is sent.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
@@ -794,7 +871,14 @@ class MilvusCollection:
         Args:
             records: n items; none: nothing is sent. Their fields, partitions and digests are
                 stored.
-            vectors: float32 [n, dim], in place of their own; IndexError for fewer than n.
+            vectors: float32 [n, dim], in place of their own.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+            IndexError: there are fewer vectors than items; earlier requests stay.
         """
         parts = dict.fromkeys(one.partition for one in records)
         for partition in parts:
@@ -823,6 +907,12 @@ class MilvusCollection:
         """Delete items by key; unknown keys are ignored.
 
         They go in requests of 1,000, and earlier ones stay after an error.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -835,6 +925,12 @@ class MilvusCollection:
         in another spelling, such as 01, is unknown.
 
         Earlier writes are visible. An id that is given twice may come twice.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         keys = [key for one in ids if (key := self._parse_key(one)) is not None]
         results: list[Record] = []
@@ -853,6 +949,12 @@ class MilvusCollection:
         Args:
             vector: float32 [dim].
             count: the most ids to return, 1 to 16,384.
+
+        Raises:
+            NotFoundError: the collection was dropped.
+            UnavailableError, NotPermittedError, InvalidInputError: Milvus does not answer within a
+                minute, refuses the token, or refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         self._load()
         results = call_milvus(

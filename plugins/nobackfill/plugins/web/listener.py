@@ -189,7 +189,8 @@ class Listener:
         The socket is closed by `close`. The files of `tls` are read by `serve`.
 
         Args:
-            host: an IP address or a name; a colon makes it IPv6.
+            host: an IP address or a name; a colon makes it IPv6. An empty text is every IPv4
+                address of this machine.
             port: 0 takes any free one.
             tls: PEM files of the certificate chain, its key, and the authority of client
                 certificates or None; None: serve without TLS.

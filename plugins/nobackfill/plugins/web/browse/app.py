@@ -147,6 +147,7 @@ class TaskRunner:
 
         Raises:
             BusyError: another task runs.
+            RuntimeError: the system can start no thread; later calls then raise BusyError.
         """
         with self._lock:
             if self.task is not None and self.task.running:
@@ -203,7 +204,7 @@ class SearchSnapshots:
         others. A search that was returned before stays as it was.
 
         Raises:
-            NotFoundError: the release is not installed.
+            NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
@@ -224,7 +225,7 @@ class SearchSnapshots:
             None if no rollback is possible, or the space was dropped since.
 
         Raises:
-            NotFoundError: the release is not installed.
+            NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
@@ -256,8 +257,9 @@ class SearchSnapshots:
             VerificationError: a model file or the gallery file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: the space was dropped since.
-            NotFoundError: the release of the space is not installed.
+            NotFoundError: the release of the space is not installed, or the gallery was closed.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            TypeError: `where` is no filter, or a value in it is None or a list.
         """
         encoder = self._release_encoder(search.spec)
         try:
@@ -361,6 +363,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
+            NotFoundError: the gallery was closed.
         """
         return self._render_grid(request, least_certain=False)
 
@@ -377,6 +380,7 @@ class ItemPages:
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
+            NotFoundError: the gallery was closed.
         """
         return self._render_grid(request, least_certain=True)
 
@@ -416,8 +420,8 @@ class ItemPages:
             request: its path has the item's label.
 
         Raises:
-            NotFoundError: there is no such item, it has no vector in the active space, or the
-                release of a space is not installed.
+            NotFoundError: there is no such item, it has no vector in the active space, the release
+                of a space is not installed, or the gallery was closed.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped the space during the request.
@@ -458,7 +462,7 @@ class ItemPages:
             request: its path has the item's label.
 
         Raises:
-            NotFoundError: there is no such item.
+            NotFoundError: there is no such item, or the gallery was closed.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
@@ -474,7 +478,7 @@ class ItemPages:
             request: its path has the item's label.
 
         Raises:
-            NotFoundError: there is no such item.
+            NotFoundError: there is no such item, or the gallery was closed.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
@@ -491,6 +495,7 @@ class ItemPages:
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
         return [
@@ -518,6 +523,7 @@ class ItemPages:
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         old, new = (self.tiles(answer)[:COMPARED] for answer in (old_answer, new_answer))
         position = {tile.label: at for at, tile in enumerate(old)}
@@ -611,7 +617,7 @@ class SearchPages:
             InvalidInputError: the bytes are no image, the image has no vector, or a condition is
                 not valid.
             NoEncoderError: the active or the previous release embeds no images.
-            NotFoundError: the release of a space is not installed.
+            NotFoundError: the release of a space is not installed, or the gallery was closed.
             IncompatibleSpaceError: a sync dropped the space during the request.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
@@ -653,7 +659,7 @@ class ReleasePages:
         """Show the active release, the gallery's spaces, and possible actions.
 
         Raises:
-            NotFoundError: the release is not installed.
+            NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped a space during the request.
@@ -712,7 +718,7 @@ class ReleasePages:
             body: ignored.
 
         Raises:
-            NotFoundError: there is no previous release.
+            NotFoundError: there is no previous release, or the gallery was closed.
             PreconditionError: some items have no vector in the previous space.
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
@@ -729,7 +735,7 @@ class ReleasePages:
         whose file is gone or changed keeps its vector, unless the vault has a copy.
 
         Raises:
-            NotFoundError: there is no such item.
+            NotFoundError: there is no such item, or the gallery was closed.
             InvalidInputError: `label` or `count` is no such number, or the body is no form.
             BusyError: another task runs, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
