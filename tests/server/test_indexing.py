@@ -139,7 +139,8 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     wait_until(hosted.index_path(one.space).exists, "no index file")
     put(client, one, COUNT, COUNT + more)
     view = hosted.view(one.space)
-    assert len(view.snapshot().delta) == more
+    # The graph may have begun before the last of the first items were stored.
+    assert len(view.snapshot().delta) >= more
     wait_until(lambda: len(view.snapshot().delta) == 0, "much lies beside the graph")
     base = view.snapshot().base
     assert isinstance(base.index, hnsw.HnswIndex)
