@@ -21,7 +21,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.spec import Origin, SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import Change, NewVectors
-from tests.gallery.making import DIM, SIDE_DIM, filled, ids, put, rows, spec, vectors
+from tests.gallery.making import DIM, SIDE_DIM, Linear, filled, ids, put, rows, spec, vectors
 from tests.support import graphs, releases
 
 SPACE = spec().space
@@ -302,3 +302,14 @@ def test_the_log_of_a_gallery_that_is_gone_is_not_written_into_a_new_one(
 def test_create_says_where_it_cannot_write() -> None:
     with pytest.raises(CannotWriteError):
         SqliteGallery.create(Path("/proc/nowhere/g.sqlite"), spec())
+
+
+@pytest.mark.parametrize("other", ["item-1\0", "item-1\0zzz", "item-1\ud800"])
+def test_an_id_that_no_item_can_have_finds_no_other(tmp_path: Path, other: str) -> None:
+    with filled(tmp_path / "g.sqlite", 3) as store:
+        staging.run_upgrade(store, Linear(), spec(2))
+        assert store.get("item-1") is not None and store.get(other) is None
+        assert [
+            item.id for item in staging.find_migrated(store, spec(2).space, [other, "item-2"])
+        ] == ["item-2"]
+        assert store.delete([other]) == 0 and store.count() == 3

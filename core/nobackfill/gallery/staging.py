@@ -6,7 +6,6 @@ cost of an upgrade, and how many neighbours it preserves.
 """
 
 import dataclasses
-import json
 import sqlite3
 import tempfile
 import time
@@ -53,7 +52,14 @@ from nobackfill.gallery.sqlite_file import (
     vector_table_name,
     vectors_from_blobs,
 )
-from nobackfill.gallery.store import Change, NewVectors, Store, check_new_vectors, insert_vectors
+from nobackfill.gallery.store import (
+    Change,
+    NewVectors,
+    Store,
+    check_new_vectors,
+    ids_to_json,
+    insert_vectors,
+)
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -839,7 +845,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty FROM items i JOIN "
             f"{table} v ON v.label = i.label WHERE i.id IN (SELECT value FROM json_each(?)) AND "
             "v.origin = 'upgraded' ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
-            (json.dumps(list(ids)),),
+            (ids_to_json(ids),),
         )
         return [item_from_row(row) for row in rows]
 

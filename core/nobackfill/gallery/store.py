@@ -486,6 +486,14 @@ def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 
+def ids_to_json(ids: Sequence[str]) -> str:
+    """Return the ids that an item can have as a JSON array for json_each, in their order.
+
+    json_each would cut an id with a zero byte there, and find the item of the shorter id.
+    """
+    return json.dumps([item_id for item_id in ids if is_storable_text(item_id)])
+
+
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
     """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped, and an
     id that is given twice counts once.
@@ -495,7 +503,7 @@ def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
     """
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
-        (json.dumps(list(ids)),),
+        (ids_to_json(ids),),
     )
     return rows_to_labels(rows)
 
