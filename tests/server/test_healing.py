@@ -1,5 +1,6 @@
 """A gallery that heals where people look: hits embedded again from their source, and kept."""
 
+import hashlib
 import shutil
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -48,11 +49,13 @@ def healing(stages: Stages, folder: Path) -> Iterator[GatewayServer]:
 
 
 @contextmanager
-def upgraded(stages: Stages, top: Path, **given: Any) -> Iterator[GatewayServer]:
+def upgraded(
+    stages: Stages, top: Path, token: str | None = None, **given: Any
+) -> Iterator[GatewayServer]:
     """A gateway on `top`/data with GALLERIES, just carried over."""
     shutil.copytree(stages[1], top / "repo")
     with running(top / "repo", top / "data", item_hosts=("127.0.0.1",), **given) as gateway:
-        with Client(gateway.address) as client:
+        with Client(gateway.address, token=token) as client:
             for name in GALLERIES:
                 client.create_gallery(name)
                 client.put_images(images(COUNT), name)
@@ -233,6 +236,33 @@ def test_a_folder_of_pictures_some_of_which_are_broken(
     assert after[made] - before[made] == COUNT - 2
     assert after[shown] > before[shown]
     assert after['nobackfill_healing_items{origin="carried"}'] >= 2
+
+
+def test_only_admins_see_why_an_item_failed(stages: Stages, tmp_path: Path) -> None:
+    """It may name folders and hosts. Two watches of one gallery share no message."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(
+        "".join(
+            f"{role} {role} {hashlib.sha256(role.encode()).hexdigest()}\n"
+            for role in ("admin", "reader")
+        )
+    )
+    top, name = tmp_path / "top", GALLERIES[0]
+    pictures = top / "pictures"
+    pictures.mkdir(parents=True)
+    with (
+        upgraded(
+            stages, top, token="admin", tokens_file=tokens, item_folders=(pictures,)
+        ) as gateway,
+        Client(gateway.address, token="admin") as client,
+        Client(gateway.address, token="reader") as reader,
+    ):
+        register(client, name, f"folder:{pictures}/{{id}}.png", a_day=9)
+        client.find(TRUE[0], name)
+        wait_until(lambda: progress(client, name).last_failure, "a failure is told")
+        told = progress(reader, name)
+        assert told.failed and not told.last_failure
+        assert progress(client, name).last_failure
 
 
 def test_a_source_is_where_the_settings_say(client: Client, name: str, folder: Path) -> None:

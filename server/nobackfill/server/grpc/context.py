@@ -577,6 +577,23 @@ def set_current_call(call: Call) -> None:
     _current.set(call)
 
 
+@dataclass(frozen=True)
+class WatchContext:
+    """The context of a watch that no call's thread works for: the role of its watchers."""
+
+    role: Role
+
+
+def watcher_role(context: object) -> Role:
+    """Return the role of the callers that a watch reports to.
+
+    Args:
+        context: the context that the service's method got: a WatchContext, or that of a call on its
+            own thread.
+    """
+    return context.role if isinstance(context, WatchContext) else current_call().principal.role
+
+
 @contextmanager
 def work_until(deadline: float) -> Iterator[None]:
     """Work for several calls at once during a block, until the last of their deadlines.

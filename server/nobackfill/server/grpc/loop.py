@@ -639,7 +639,7 @@ class WatchPoller:
         watcher gets nothing. Any thread may call it, once for each watcher.
 
         Args:
-            key: method and encoded request; it identifies the source.
+            key: method, and role and encoded request; it identifies the source.
             make_messages: makes the source's messages; None means that nothing has changed. Used
                 only if the key has no source yet. It is called on a thread of the poller, again
                 whenever watchers have joined.
@@ -936,9 +936,11 @@ class CallExecutor(Executor):
             return
         # Unknown fields do not make another source.
         request.DiscardUnknownFields()
-        key = rpc.method.path, request.SerializeToString(deterministic=True)
+        # Messages depend on the role, so callers of different roles share no source.
+        role = rpc.principal.role
+        key = rpc.method.path, role.name.encode() + request.SerializeToString(deterministic=True)
         watcher = Watcher(arrival, rpc.open_stream(arrival), self._metrics)
-        self._watches.add(key, partial(rpc.method.watch, request), watcher)
+        self._watches.add(key, partial(rpc.method.watch, request, role), watcher)
 
     def _end_without_message(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:

@@ -40,6 +40,7 @@ from nobackfill.server.grpc.context import (
     Role,
     TokenRecheck,
     Tokens,
+    WatchContext,
     authorize,
     check_gallery,
     error_boundary,
@@ -814,11 +815,15 @@ class RpcMethod:
         """Whether a call reports changes: its method is one of WATCHES."""
         return self.path in WATCHES
 
-    def watch(self, request: Any) -> Iterator[bytes | None]:
+    def watch(self, request: Any, role: Role) -> Iterator[bytes | None]:
         """Yield the encoded messages of a watch; None if nothing has changed. Never sleeps; errors
-        of the service's method, which gets None as its context, pass through.
+        of the service's method, which gets a WatchContext, pass through.
+
+        Args:
+            request: the decoded request.
+            role: the role of all callers that get the messages.
         """
-        for response in self.behavior(request, None):
+        for response in self.behavior(request, WatchContext(role)):
             yield None if response is None else self.encode_answer(response)
 
     @property

@@ -190,11 +190,10 @@ def source_message(source: HealingSource, *, includes_address: bool) -> gallery_
     return message
 
 
-def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
-    """Encode the progress of re-embedding; only callers with the role admin see the last failure.
+def healing_message(progress: HealingProgress, role: Role) -> upgrade_pb2.Healing:
+    """Encode the progress of re-embedding for callers of a role.
 
-    Numbers that are not known yet stay unset. The caller is that of the present call; outside of
-    any call, as on a thread that polls watches, it counts as an admin.
+    Numbers that are not known yet stay unset. Only admins see the last failure.
     """
     cost = progress.cost
     message = upgrade_pb2.Healing(
@@ -206,7 +205,7 @@ def healing_message(progress: HealingProgress) -> upgrade_pb2.Healing:
         failed=cost.failed_count,
         bytes_read=cost.bytes_read,
     )
-    if current_call().principal.role is Role.ADMIN:
+    if role is Role.ADMIN:
         message.last_failure = cost.last_failure
     message.seconds.FromNanoseconds(int(1e9 * cost.seconds))
     return message

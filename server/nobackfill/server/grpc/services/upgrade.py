@@ -8,6 +8,7 @@ import grpc
 from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.answering import GallerySearcher
 from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
+from nobackfill.server.grpc.context import watcher_role
 from nobackfill.server.grpc.services.gallery import healing_message
 from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.upgrades.subgroups import Subgroup, measure_subgroups
@@ -120,12 +121,13 @@ class UpgradeService(UpgradeServiceServicer):
             ConfigurationError: the database refuses the statement, as without rights.
         """
         last, report = None, _Report(self._searching, request.group_by)
+        role = watcher_role(context)
         while True:
             # The gallery is not held open between two looks, so that it can be deleted.
             job = self._lifecycle.upgrade_job(request.gallery)
             progress = _message(job)
             if (healing := self._lifecycle.reembedding_progress(request.gallery)) is not None:
-                progress.healing.CopyFrom(healing_message(healing))
+                progress.healing.CopyFrom(healing_message(healing, role))
             if request.group_by:
                 with self._galleries.use_gallery(request.gallery) as hosted:
                     report.add_to(progress, hosted)
