@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -230,3 +230,20 @@ def test_a_release_comes_and_goes(place: Place) -> None:
     assert gateway.status("g") == Status(item_count=12, release=1)
     assert list(gateway.activate(2))[-1].phase == release_pb2.PHASE_DONE
     assert list(gateway.retire()) == [1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda gateway: gateway.search("g", text="a"),
+        lambda gateway: gateway.get("g", "a"),
+        lambda gateway: gateway.list_releases(),
+        lambda gateway: gateway.pause_upgrade("g"),
+    ],
+)
+def test_a_closed_connection_refuses_its_first_call(call: Callable[[Gateway], object]) -> None:
+    """grpcio crashed the process."""
+    gateway = Gateway("127.0.0.1:1")
+    gateway.close()
+    with pytest.raises(ValueError, match="closed"):
+        call(gateway)

@@ -341,6 +341,8 @@ class Connection:
             variables is. A host that does not answer is noticed at the first call.
     """
 
+    _is_closed = False
+
     def __init__(
         self, address: str, *, tls: bool = False, seconds: float = 30.0, retries: bool = True
     ) -> None:
@@ -361,7 +363,18 @@ class Connection:
         Later calls raise ValueError. A second `close` does nothing. Iterators that are being read
         raise CancelledError.
         """
+        self._is_closed = True
         self._channel.close()
+
+    def _make_stub(self, stub_type: Callable[[grpc.Channel], T]) -> T:
+        """Return the stub of a service.
+
+        Raises:
+            ValueError: The connection is closed; grpcio would crash the process.
+        """
+        if self._is_closed:
+            raise ValueError("the connection to the gateway is closed; open a new one")
+        return stub_type(self._channel)
 
     def _retry(
         self, method: Callable[..., T], request: object, *, each: float = 10.0, **options: Any

@@ -34,7 +34,7 @@ class SearchCalls(Connection):
 
     @cached_property
     def _searches(self) -> SearchServiceStub:
-        return SearchServiceStub(self._channel)
+        return self._make_stub(SearchServiceStub)
 
     def search(
         self,
@@ -289,7 +289,7 @@ class GalleryCalls(Connection):
 
     @cached_property
     def _galleries(self) -> GalleryServiceStub:
-        return GalleryServiceStub(self._channel)
+        return self._make_stub(GalleryServiceStub)
 
     def create_gallery(
         self, gallery: str, *, exact_distances: bool = False, exist_ok: bool = False

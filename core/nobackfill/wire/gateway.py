@@ -25,7 +25,7 @@ class ReleaseCalls(Connection):
 
     @cached_property
     def _releases(self) -> ReleaseServiceStub:
-        return ReleaseServiceStub(self._channel)
+        return self._make_stub(ReleaseServiceStub)
 
     def list_releases(self) -> Sequence[release_pb2.Release]:
         """List the usable published releases by rising number, with the state of each at the
@@ -286,7 +286,7 @@ class UpgradeCalls(Connection):
 
     @cached_property
     def _upgrades(self) -> UpgradeServiceStub:
-        return UpgradeServiceStub(self._channel)
+        return self._make_stub(UpgradeServiceStub)
 
     def estimate_upgrade(
         self, gallery: str, release: int, *, spare_cores: float = 0.0
@@ -428,7 +428,7 @@ class VaultCalls(Connection):
 
     @cached_property
     def _vault(self) -> VaultServiceStub:
-        return VaultServiceStub(self._channel)
+        return self._make_stub(VaultServiceStub)
 
     def received_bytes(self, blob: vault_pb2.Blob) -> int:
         """Return how many bytes of a blob the vault has received; 0 for an unknown blob.
