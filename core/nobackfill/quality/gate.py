@@ -336,7 +336,8 @@ def measure_unlabelled(
 
     Images get a second view, which is written to a temporary folder. Texts are cut into a query and
     the rest; texts without two parts are left out. Items are drawn by a digest of their paths, so
-    that a set always gives the same queries. int8 files are used where they exist.
+    that a set always gives the same queries. Images are searched among all items, texts only among
+    the rests of the drawn texts. int8 files are used where they exist.
 
     Args:
         items: The images or texts; at most MOST of them become queries.

@@ -276,7 +276,8 @@ class LanceSource:
         return parse_store_metric(next(iter(metrics), ""), _METRICS, self._name)
 
     def count(self) -> int:
-        """Count the rows that have an old vector.
+        """Count the rows of the source's condition that have an old vector; 0 if the column is
+        gone.
 
         Raises:
             InvalidInputError: LanceDB refuses this, also because a file cannot be read.

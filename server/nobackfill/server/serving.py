@@ -238,6 +238,9 @@ class PlanManager:
     ) -> Plan:
         """Make one gallery's plan again; another plan that is being made is waited for.
 
+        Views that the new plan needs are made, if any exists. The replaced plan may still have
+        users.
+
         Args:
             hosted: the gallery.
             check: called with the new plan before it is used; it may raise to refuse the plan. By
@@ -247,9 +250,11 @@ class PlanManager:
             The replaced plan; the new one if it is the first.
 
         Raises:
-            ConfigurationError: the gallery has a space of a release that is not published here.
+            ConfigurationError: the gallery has a space of a release that is not published here, or
+                the database refuses the statement.
             NotFoundError: the gallery was deleted.
-            VerificationError: the gallery is damaged.
+            VerificationError: the gallery, or an index in the database, is damaged.
+            OSError: an index file cannot be deleted.
             UnavailableError: the database does not answer.
             NobackfillError: whatever `check` raises; the old plan stays.
             BusyError: the store is busy.

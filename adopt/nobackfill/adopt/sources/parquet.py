@@ -583,6 +583,8 @@ def table_to_parquet(table: Any) -> bytes:
 def read_table(path: Path) -> Any:
     """Read a whole Parquet file into memory, as a table of pyarrow.
 
+    Columns of string_view and binary_view become large_string and large_binary.
+
     Raises:
         InvalidInputError: The file is missing, or it or one of its pages cannot be read as Parquet.
     """

@@ -94,7 +94,9 @@ class ThreadConnections:
             NobackfillError: PostgreSQL refuses a statement of the block: BusyError,
                 NotPermittedError, NotFoundError, CannotWriteError or InvalidInputError. Other
                 errors of the block pass through.
-            UnavailableError: The server does not answer, or the connection broke.
+            UnavailableError: The server does not answer, has no connections left, or ended a
+                statement (statement_timeout, no memory), or the connection broke; the connection is
+                closed.
             NotPermittedError: The password is wrong, or rights are missing.
             NotFoundError: There is no such database.
             InvalidInputError: libpq cannot read the address.

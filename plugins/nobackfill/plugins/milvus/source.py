@@ -576,7 +576,8 @@ class MilvusStore:
 
         Raises:
             InvalidInputError: an alias leads to it, or Milvus refuses the request otherwise.
-            NotFoundError: there is no such collection.
+            NotFoundError: there is no such collection (a server only; in a file nothing happens
+                then).
             UnavailableError, NotPermittedError: Milvus does not answer within a minute, or refuses
                 the token.
             ConfigurationError: the process was forked after the first client was opened.

@@ -396,10 +396,11 @@ class AnswererFactory:
     def embed_queries(
         self, manifests: Sequence[Manifest], items: Sequence[bytes | str], request: SearchRequest
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
-        """Embed images and texts by each release; a single query is batched with those of other
-        calls.
+        """Embed images and texts by each release; a single query, unless in the background, is
+        batched with those of other calls.
 
-        For a single query, a text or image that is too large is a returned error, not a raised one.
+        For a batched query, a text or image that is too large is a returned error, not a raised
+        one. In the background a single query is treated like several.
 
         Args:
             manifests: the releases; one that is named twice is used once.
@@ -412,7 +413,7 @@ class AnswererFactory:
 
         Raises:
             NoEncoderError: a release does not embed such items.
-            TooLargeError: the items of several queries cost too much together.
+            TooLargeError: the items cost too much together; not for a batched query.
             OverloadedError: too many expensive calls are being decoded.
             UnavailableError: the model server does not answer.
             VerificationError: the model's output has another shape.

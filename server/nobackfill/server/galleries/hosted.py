@@ -660,6 +660,9 @@ class HostedGallery(ABC):
     ) -> list[Neighbours]:
         """Search some parts of the gallery.
 
+        In a file, missing views are made first. Without `ef`, a sample of the queries is kept there
+        to tune the graph.
+
         Args:
             parts: one part, or two; each item is found in the first part that has it.
             queries: for each part float32 [q, dim].
@@ -669,7 +672,8 @@ class HostedGallery(ABC):
 
         Returns:
             The neighbours of all queries, for each part: nearest first, equal distances by label,
-            padded with -1.
+            padded with -1 and infinity. Where a part has a distance scale, converted distances
+            order them; the distances returned are the items' own.
 
         Raises:
             InvalidInputError: a query is not a valid vector.
@@ -682,6 +686,7 @@ class HostedGallery(ABC):
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
+            OSError: a view must be made, and an index file cannot be deleted.
         """
 
     @abstractmethod

@@ -985,13 +985,17 @@ class FileGalleryStorage:
         """Open a gallery; see GalleryStorage.open.
 
         The caller closes it. It has no plan yet: call `HostedGallery.replan` before the first
-        search. The name is not checked.
+        search. The name is not checked. A file of an older format is migrated; after an unclean end
+        its pages are checked first. A lock file is created next to it. Waits up to 5 s for another
+        process.
 
         Raises:
             NotFoundError: there is no such file.
             VerificationError: the file is damaged, or a newer version wrote it.
             BusyError: another process holds it.
-            CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
+            CannotWriteError: the file cannot be read, has an old format and cannot be written, or
+                the disk has no room for SQLite's files, or the file system has no locks (flock).
+            OSError: this user may not search the folder, or the name is too long.
         """
         folder = self._folder / name
         store = SqliteGallery.open(folder / _FILE, self._residents)

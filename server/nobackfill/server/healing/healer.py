@@ -249,19 +249,20 @@ class Healer(Reembedding[int]):
 
         Nothing is stored if the gallery is being deleted, or its plan re-embeds another space by
         now. The labels that are returned are settled in the ledger. Failures are recorded in
-        `cost`.
+        `cost`. After an error, vectors of images may be stored, but nothing is settled.
 
         Args:
             originals: original by label, a text or an encoded image; may be empty.
             missing: labels whose original the source lacks.
 
         Returns:
-            The labels that need no more work. They are in no order; those in `missing` are not
-            among them.
+            The labels that need no more work, also of items that are gone or no longer migrated.
+            They are in no order; those in `missing` are not among them.
 
         Raises:
             UnavailableError: the model server or the database does not answer.
-            OverloadedError, TooLargeError: the images are too many.
+            TooLargeError: the images or the texts are too many together.
+            OverloadedError: too many expensive calls are being decoded.
             BusyError: the store or the ledger is locked for too long.
             CannotWriteError: the store or the ledger cannot be written.
             VerificationError: the store, the ledger or a model's output is damaged.

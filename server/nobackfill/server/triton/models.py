@@ -286,7 +286,8 @@ class TritonModels:
             )  # fmt: skip
 
     def load(self, manifest: Manifest) -> None:
-        """Load a release, and return once it is ready; do nothing if it is loaded.
+        """Load a release, and return once it is ready; models that are ready are not loaded again,
+        but Triton must answer.
 
         Waits at most 60 s, or as long as the call allows, for Triton to answer. Then each model may
         take about 120 s, whatever the call's time is. After an error some of its models may be
@@ -294,8 +295,9 @@ class TritonModels:
         time do not wait for each other.
 
         Raises:
-            UnavailableError: Triton does not answer, or does not load a model in time.
-            DeadlineError: the call's time is over.
+            UnavailableError: Triton does not answer within 60 s or the call's time, or does not
+                load a model in time.
+            DeadlineError: the call's time was over before the wait.
             VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
             ValueError: the connection was closed, or replaced at this moment.

@@ -85,9 +85,9 @@ class PixelCache:
     def write(self, image_file: Path, pixels: Pixels) -> None:
         """Cache the pixels of an image file, uint8 [size,size,3]; replace what was cached.
 
-        A full disk, a missing folder or a missing permission is ignored: nothing is cached then. A
-        write that fails half-way removes its file. Nothing is written if fewer than 5 % of the disk
-        would stay free. Processes may write at once.
+        Any OSError is ignored (full disk, missing folder, image file or permission): nothing is
+        cached then. A write that fails half-way removes its file. Nothing is written if fewer than
+        5 % of the disk would stay free. Processes may write at once.
 
         Args:
             image_file: the image file, of which only path, length and time are read.

@@ -86,8 +86,8 @@ class PageTask:
     def remaining_s(self) -> float | None:
         """Return the seconds that the present step may still take at its rate so far.
 
-        None if its size is not known, or if it has not begun or has ended. A task that failed
-        within a step still has a value: look at `running` first.
+        None if its size is not known, nothing of it is counted yet, or it has ended. A task that
+        failed within a step still has a value: look at `running` first.
         """
         if not 0 < self.step_count < self.step_total:
             return None

@@ -54,10 +54,11 @@ def parse_filter(message: types.Filter) -> Filter | None:
     """Parse a filter; None if every item passes.
 
     Clients add a condition with the key OLD_GATEWAY_KEY, by which older gateways refuse; it is
-    skipped here. Sizes and NaN are not checked here. The order of the conditions stays.
+    skipped here. Sizes, and NaN in ranges, are not checked here. The order of the conditions stays.
 
     Raises:
-        InvalidInputError: a condition or an expression has no test, or an invalid value or time.
+        InvalidInputError: a condition or an expression has no test, or an invalid value or time, as
+            a number of `equals` or `one_of` that is not finite.
     """
     parts = [_condition(one) for one in message.conditions if one.key != OLD_GATEWAY_KEY]
     expression = _expression(message.expression) if message.HasField("expression") else None

@@ -497,9 +497,14 @@ class GalleryService(GalleryServiceServicer):
         ids are skipped. A request that neither sets nor removes a key changes nothing, but counts
         the items.
 
+        Returns:
+            The number of selected items, changed or not.
+
         Raises:
             InvalidInputError: ids and filter are both given, or both missing; a key is set and
-                removed; or a key, a value or the filter is not valid.
+                removed; a key, a value or the filter is not valid; the filter has no condition; or
+                an item's metadata would become too large (its piece of the change is not made,
+                earlier ones stay).
             TooLargeError: there are more than MAX_CHANGED_IDS (10,000) ids.
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside or damaged.

@@ -450,8 +450,11 @@ class PostgresqlGallery(Reads):
         return written
 
     def advance_frontier(self, space: str) -> None:
-        """Record which items lack a vector in a space, while others write, so that a flip checks
-        only later ones.
+        """Record up to which label every item has a vector in a space, so that a flip checks only
+        later ones.
+
+        It stops before the first item without one, and never moves back. It waits for running
+        writers, and holds up new ones for a moment.
 
         It does nothing within `Database.transact`.
 
