@@ -87,11 +87,15 @@ def test_an_end_finds_room_on_a_full_disk(tmp_path: Path) -> None:
 
 _FULL = """
 CREATE TABLE nobackfill.full_disk ();
+-- What a sequence has counted, no rollback takes back.
+CREATE SEQUENCE nobackfill.refusals;
 CREATE FUNCTION nobackfill.refuse() RETURNS trigger AS $$ BEGIN
     IF to_regclass('nobackfill.full_disk') IS NOT NULL
         AND OLD.value::jsonb ->> 'activation' IS NOT NULL
         AND (NEW.value::jsonb ->> 'activation' IS NULL OR NEW.value::jsonb ->> 'active' = '2')
-    THEN RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END IF;
+    THEN
+        PERFORM nextval('nobackfill.refusals');
+        RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END IF;
     RETURN NEW;
 END $$ LANGUAGE plpgsql;
 CREATE TRIGGER refuse BEFORE UPDATE ON nobackfill.gateway FOR EACH ROW
@@ -110,8 +114,12 @@ def test_in_a_database(stages: Stages, repo: Path, tmp_path: Path, postgres: Ser
         # The database has no room for the end of an activation, well or not.
         connection.execute(_FULL.encode())
         swapping = pool.submit(client.swap, 2)
-        with pytest.raises(TimeoutError):
-            swapping.result(4)
+        refusals = b"SELECT last_value >= 2 FROM nobackfill.refusals"
+        wait_until(
+            lambda: connection.execute(refusals).fetchone() == (True,),
+            "neither the flip nor its failure can be recorded",
+        )
+        assert not swapping.done()
         assert client.states() == {1: "ACTIVE", 2: "ACTIVATING"}
         connection.execute(b"DROP TABLE nobackfill.full_disk")
         with pytest.raises(PreconditionError, match="free some space"):
