@@ -49,10 +49,9 @@ def healing(stages: Stages, folder: Path) -> Iterator[GatewayServer]:
 
 
 @contextmanager
-def upgraded(
-    stages: Stages, top: Path, token: str | None = None, **given: Any
-) -> Iterator[GatewayServer]:
-    """A gateway on `top`/data with GALLERIES, just carried over."""
+def upgraded(stages: Stages, top: Path, **given: Any) -> Iterator[GatewayServer]:
+    """A gateway on `top`/data with GALLERIES, just carried over; `token`: an administrator's."""
+    token: str | None = given.pop("token", None)
     shutil.copytree(stages[1], top / "repo")
     with running(top / "repo", top / "data", item_hosts=("127.0.0.1",), **given) as gateway:
         with Client(gateway.address, token=token) as client:
