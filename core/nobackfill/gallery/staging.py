@@ -6,6 +6,7 @@ cost of an upgrade, and how many neighbours it preserves.
 """
 
 import dataclasses
+import json
 import sqlite3
 import tempfile
 import time
@@ -57,8 +58,8 @@ from nobackfill.gallery.store import (
     NewVectors,
     Store,
     check_new_vectors,
-    ids_to_json,
     insert_vectors,
+    storable_ids,
 )
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.vectors import Vectors, check_vectors
@@ -845,7 +846,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty FROM items i JOIN "
             f"{table} v ON v.label = i.label WHERE i.id IN (SELECT value FROM json_each(?)) AND "
             "v.origin = 'upgraded' ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
-            (ids_to_json(ids),),
+            (json.dumps(storable_ids(ids)),),
         )
         return [item_from_row(row) for row in rows]
 

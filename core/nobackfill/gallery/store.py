@@ -486,12 +486,13 @@ def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 
-def ids_to_json(ids: Sequence[str]) -> str:
-    """Return the ids that an item can have as a JSON array for json_each, in their order.
+def storable_ids(ids: Sequence[str]) -> list[str]:
+    """Return the ids that an item can have, before a database looks for them.
 
-    json_each would cut an id with a zero byte there, and find the item of the shorter id.
+    SQLite's json_each would cut an id at a zero byte, and find the item of the shorter id.
+    PostgreSQL refuses such ids. Order and repeats stay.
     """
-    return json.dumps([item_id for item_id in ids if is_storable_text(item_id)])
+    return [item_id for item_id in ids if is_storable_text(item_id)]
 
 
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
@@ -503,7 +504,7 @@ def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
     """
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
-        (ids_to_json(ids),),
+        (json.dumps(storable_ids(ids)),),
     )
     return rows_to_labels(rows)
 

@@ -23,13 +23,14 @@ from nobackfill.gallery.store import (
     change_after_put,
     check_batch,
     check_new_vectors,
+    storable_ids,
 )
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import sql_condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, execute, scalar
 from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
-from nobackfill.server.stores.postgresql.reads import Reads, storable_ids
+from nobackfill.server.stores.postgresql.reads import Reads
 from nobackfill.server.stores.postgresql.schema import schema_name, table_name
 from nobackfill.server.stores.postgresql.writes import advance_frontier
 

@@ -19,7 +19,7 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, plan_side_passes
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.staging import Estimate, Runner, RunnerResult, UpgradeOrder
-from nobackfill.gallery.store import is_storable_text
+from nobackfill.gallery.store import is_storable_text, storable_ids
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, SqlCondition
@@ -674,14 +674,6 @@ class Reads:
         seconds = time.perf_counter() - began
         share = len(missing) / len(probe)
         return Estimate(len(missing), seconds * share, int(written * share), left_behind)
-
-
-def storable_ids(ids: Sequence[str]) -> list[str]:
-    """Return the ids that PostgreSQL can store; it refuses to look for others.
-
-    Order and repeats stay.
-    """
-    return [item_id for item_id in ids if is_storable_text(item_id)]
 
 
 def _bytes_written(
