@@ -5,6 +5,7 @@
 
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -56,9 +57,7 @@ class EmbeddedDocuments:
     def write(self, file: Path) -> None:
         """Whole or not there, for a run that is killed."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"part-{file.name}")
-        np.savez(part, bodies=self.bodies, titles=self.titles)
-        part.replace(file)
+        _write_arrays(file, {"bodies": self.bodies, "titles": self.titles})
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -124,6 +123,11 @@ def write_pairs(
     arrays: dict[str, Vectors] = {}
     for name, vectors in (("old", old.bodies), ("new", new.bodies)):
         arrays[f"test_{name}"], arrays[name] = np.split(vectors, [test_count])
+    _write_arrays(file, arrays)
+
+
+def _write_arrays(file: Path, arrays: Mapping[str, Vectors]) -> None:
+    """Write an .npz whole or not at all, for a run that is killed."""
     part = file.with_name(f"part-{file.name}")
     np.savez(part, allow_pickle=False, **arrays)
     part.replace(file)
